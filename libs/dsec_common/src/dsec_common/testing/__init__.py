@@ -1,0 +1,1 @@
+"""Real servers and deterministic doubles for tests."""

@@ -1,0 +1,1 @@
+"""The resource broker: nodes and GPUs as Compute Units, and leases on them."""

@@ -1,0 +1,1 @@
+"""Chronus: the durable mailbox between a sandbox and its trainer."""

@@ -1,0 +1,1 @@
+"""The node daemon: layers, sandboxes, commands and files of one machine."""

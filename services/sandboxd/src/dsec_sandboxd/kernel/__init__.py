@@ -1,0 +1,1 @@
+"""The narrow seam to the kernel."""

@@ -1,0 +1,1 @@
+"""The scheduler: which node a sandbox runs on."""

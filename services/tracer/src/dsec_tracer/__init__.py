@@ -1,0 +1,1 @@
+"""The tracer: behaviour logs read back as ordered steps."""

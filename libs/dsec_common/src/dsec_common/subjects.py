@@ -1,0 +1,299 @@
+"""Every NATS subject of the platform, built and taken apart in one place.
+
+No subject is ever formatted at a call site: each function here validates each token, so an id that
+holds a dot, a wildcard or a space is refused before it can name something else.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from dsec_common.errors import DsecError, ErrorCode
+
+ROOT: Final = "dsec.v1"
+SYSTEM: Final = "_sys"
+DEFAULT_PROJECT: Final = "default"
+
+_PROJECT: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_NODE: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,62})")
+_LOCAL: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_-]{0,62})")
+_VERB: Final = re.compile(r"[a-z][a-z_]{0,62}")
+
+
+def _token(value: str, pattern: re.Pattern[str], what: str, rule: str) -> str:
+    if isinstance(value, str) and pattern.fullmatch(value):
+        return value
+    shown = repr(value[:40] + "…" if isinstance(value, str) and len(value) > 40 else value)  # noqa: PLR2004  the longest that reads well in an error
+    raise DsecError(
+        ErrorCode.INVALID,
+        f"{shown} is not a valid {what}: {rule}",
+        details={"token": what},
+    )
+
+
+def validate_project(project: str) -> str:
+    """Return ``project`` unchanged, or raise ``invalid``."""
+    return _token(
+        project, _PROJECT, "project name", "use 1-63 lower-case letters, digits and inner hyphens"
+    )
+
+
+def validate_node(node: str) -> str:
+    """Return ``node`` unchanged, or raise ``invalid``."""
+    return _token(node, _NODE, "node name", "use 1-63 letters, digits, hyphens and underscores")
+
+
+def validate_local(local: str) -> str:
+    """Return a sandbox's or rollout's local part unchanged, or raise ``invalid``."""
+    return _token(local, _LOCAL, "id", "use 1-63 letters, digits, hyphens and underscores")
+
+
+def _verb(verb: str) -> str:
+    return _token(verb, _VERB, "verb", "use lower-case letters and underscores")
+
+
+class ScopedId(NamedTuple):
+    """An id of two tokens: where it lives, and which it is there.
+
+    A sandbox's is ``<node>.<local>``, a rollout's ``<shard>.<local>``, so a request finds its
+    node or its shard's owner with no look-up.
+    """
+
+    owner: str
+    local: str
+
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.local}"
+
+    @classmethod
+    def parse(cls, text: str, what: str = "sandbox id") -> ScopedId:
+        """Return the two tokens of ``text``, or raise ``invalid``."""
+        owner, dot, local = text.partition(".") if isinstance(text, str) else ("", "", "")
+        if not dot or not _NODE.fullmatch(owner) or not _LOCAL.fullmatch(local):
+            shown = repr(text[:40])
+            raise DsecError(
+                ErrorCode.INVALID,
+                f"{shown} is not a valid {what}: it looks like 'node-1.01jq8…', two parts of "
+                "letters, digits, hyphens and underscores joined by one dot",
+                details={"token": what},
+            )
+        return cls(owner, local)
+
+
+# --- What a project may ask -----------------------------------------------------------------------
+
+SANDBOX_VERBS: Final = (
+    "exec",
+    "inspect",
+    "delete",
+    "read_file",
+    "write_file",
+    "stat_file",
+    "list_directory",
+    "make_directory",
+)
+LAYER_VERBS: Final = ("upload", "import", "list", "inspect", "remove")
+ROLLOUT_VERBS: Final = ("next", "feedback", "inspect", "close")
+
+
+def sandbox_create(project: str) -> str:
+    """Request/reply: a sandbox now, or a typed refusal."""
+    return f"{ROOT}.{validate_project(project)}.sandbox.create"
+
+
+def sandbox_list(project: str) -> str:
+    """Request/reply: the project's sandboxes on all nodes."""
+    return f"{ROOT}.{validate_project(project)}.sandbox.list"
+
+
+def queue_sandbox_create(project: str) -> str:
+    """JetStream: a sandbox as soon as there is room; the outcome is an event."""
+    return f"{ROOT}.{validate_project(project)}.queue.sandbox.create"
+
+
+def sandbox(project: str, sandbox_id: ScopedId, verb: str) -> str:
+    """Request/reply with the sandbox's node."""
+    return (
+        f"{ROOT}.{validate_project(project)}.sandbox."
+        f"{validate_node(sandbox_id.owner)}.{validate_local(sandbox_id.local)}.{_verb(verb)}"
+    )
+
+
+def layer(project: str, node: str, verb: str) -> str:
+    """Request/reply with a node's layer store."""
+    return f"{ROOT}.{validate_project(project)}.layer.{validate_node(node)}.{_verb(verb)}"
+
+
+def node(project: str, verb: str) -> str:
+    """Request/reply with the broker about nodes (``list``, ``inspect``)."""
+    return f"{ROOT}.{validate_project(project)}.node.{_verb(verb)}"
+
+
+def rollout_open(project: str) -> str:
+    """Request/reply with any Chronus."""
+    return f"{ROOT}.{validate_project(project)}.rollout.open"
+
+
+def rollout(project: str, rollout_id: ScopedId, verb: str) -> str:
+    """Request/reply with the rollout's shard."""
+    return (
+        f"{ROOT}.{validate_project(project)}.rollout."
+        f"{validate_node(rollout_id.owner)}.{validate_local(rollout_id.local)}.{_verb(verb)}"
+    )
+
+
+def trace(project: str, verb: str) -> str:
+    """Request/reply with the tracer (``get``)."""
+    return f"{ROOT}.{validate_project(project)}.trace.{_verb(verb)}"
+
+
+#: Every subject that a project may send a request to, with ``*`` where its own name stands.
+#: Accounts export and import exactly these, verb by verb.
+USER_SERVICES: Final[tuple[str, ...]] = (
+    f"{ROOT}.*.sandbox.create",
+    f"{ROOT}.*.sandbox.list",
+    f"{ROOT}.*.queue.sandbox.create",
+    *(f"{ROOT}.*.sandbox.*.*.{verb}" for verb in SANDBOX_VERBS),
+    *(f"{ROOT}.*.layer.*.{verb}" for verb in LAYER_VERBS),
+    f"{ROOT}.*.node.list",
+    f"{ROOT}.*.node.inspect",
+    f"{ROOT}.*.rollout.open",
+    *(f"{ROOT}.*.rollout.*.*.{verb}" for verb in ROLLOUT_VERBS),
+    f"{ROOT}.*.trace.get",
+)
+
+#: The stream of events that each project may read of its own.
+EVENT_PATTERN: Final = f"{ROOT}.*.evt.>"
+
+
+# --- Events ---------------------------------------------------------------------------------------
+
+
+def sandbox_event(project: str, sandbox_id: ScopedId, what: str) -> str:
+    """Event of a sandbox: ``running``, ``ended``."""
+    return (
+        f"{ROOT}.{validate_project(project)}.evt.sandbox."
+        f"{validate_node(sandbox_id.owner)}.{validate_local(sandbox_id.local)}.{_verb(what)}"
+    )
+
+
+def request_event(project: str, request_id: str, what: str) -> str:
+    """Event of a queued request: ``created``, ``refused``."""
+    return (
+        f"{ROOT}.{validate_project(project)}.evt.request.{validate_local(request_id)}.{_verb(what)}"
+    )
+
+
+def layer_event(project: str, upload_id: str, what: str) -> str:
+    """Event of a layer import: ``progress``."""
+    return f"{ROOT}.{validate_project(project)}.evt.layer.{validate_local(upload_id)}.{_verb(what)}"
+
+
+def project_events(project: str) -> str:
+    """Return the pattern of all of a project's events."""
+    return f"{ROOT}.{validate_project(project)}.evt.>"
+
+
+# --- Between services -----------------------------------------------------------------------------
+
+
+def heartbeat(node_name: str) -> str:
+    """Event, once a second: a node lives and has this."""
+    return f"{ROOT}.{SYSTEM}.heartbeat.{validate_node(node_name)}"
+
+
+HEARTBEATS: Final = f"{ROOT}.{SYSTEM}.heartbeat.*"
+
+
+def node_request(node_name: str, verb: str) -> str:
+    """Request/reply from a service to one node (``place``, ``list``)."""
+    return f"{ROOT}.{SYSTEM}.node.{validate_node(node_name)}.{_verb(verb)}"
+
+
+def lease(verb: str) -> str:
+    """Request/reply with the broker (``grant``, ``renew``, ``release``)."""
+    return f"{ROOT}.{SYSTEM}.lease.{_verb(verb)}"
+
+
+ROLLOUT_SYSTEM_VERBS: Final = ("report", "await")
+
+
+def rollout_system(project: str, rollout_id: ScopedId, verb: str) -> str:
+    """Request/reply from a sandbox's node to the rollout's shard (``report``, ``await``).
+
+    The project is the sandbox's own, known to the node, and the shard's owner checks that the
+    rollout belongs to it.
+    """
+    return (
+        f"{ROOT}.{SYSTEM}.rollout.{validate_project(project)}."
+        f"{validate_node(rollout_id.owner)}.{validate_local(rollout_id.local)}.{_verb(verb)}"
+    )
+
+
+def rollout_journal(shard: str) -> str:
+    """JetStream: the write-ahead log of one Chronus shard."""
+    return f"{ROOT}.{SYSTEM}.journal.{validate_node(shard)}"
+
+
+# --- Patterns that services subscribe to ----------------------------------------------------------
+
+
+def any_project(verb_tail: str) -> str:
+    """Return the pattern of ``verb_tail`` (such as ``sandbox.create``) for every project."""
+    pattern = f"{ROOT}.*.{verb_tail}"
+    if pattern not in USER_SERVICES:
+        raise DsecError(ErrorCode.INTERNAL, f"{pattern} is not a subject that projects may ask")
+    return pattern
+
+
+def any_project_sandbox(node_name: str, verb: str) -> str:
+    """Return the pattern of requests to this node's sandboxes, of every project."""
+    return f"{ROOT}.*.sandbox.{validate_node(node_name)}.*.{_verb(verb)}"
+
+
+def any_project_layer(node_name: str, verb: str) -> str:
+    """Return the pattern of requests to this node's layer store, of every project."""
+    return f"{ROOT}.*.layer.{validate_node(node_name)}.{_verb(verb)}"
+
+
+def any_project_rollout(shard: str, verb: str) -> str:
+    """Return the pattern of trainers' requests to this shard, of every project."""
+    return f"{ROOT}.*.rollout.{validate_node(shard)}.*.{_verb(verb)}"
+
+
+def any_system_rollout(shard: str, verb: str) -> str:
+    """Return the pattern of nodes' requests to this shard."""
+    return f"{ROOT}.{SYSTEM}.rollout.*.{validate_node(shard)}.*.{_verb(verb)}"
+
+
+def project_of(subject: str) -> str:
+    """Return the project that a user-facing subject was sent by.
+
+    The account's import put it there, so it is the connection's own.
+
+    Raises:
+        DsecError: ``invalid`` when the subject is not a project's.
+    """
+    tokens = subject.split(".")
+    if len(tokens) < 4 or ".".join(tokens[:2]) != ROOT or tokens[2] == SYSTEM:  # noqa: PLR2004  root, version, project, verb
+        raise DsecError(ErrorCode.INVALID, f"{subject!r} is not a project's subject")
+    return validate_project(tokens[2])
+
+
+def scoped_id_of(subject: str) -> ScopedId:
+    """Return the sandbox or rollout id in ``dsec.v1.<project>.<thing>.<owner>.<local>.<verb>``."""
+    tokens = subject.split(".")
+    if len(tokens) != 7:  # noqa: PLR2004  the seven tokens above
+        raise DsecError(ErrorCode.INVALID, f"{subject!r} names no sandbox and no rollout")
+    return ScopedId(validate_node(tokens[4]), validate_local(tokens[5]))
+
+
+def system_rollout_of(subject: str) -> tuple[str, ScopedId]:
+    """Return project and rollout id of a node's request to a shard (see :func:`rollout_system`)."""
+    tokens = subject.split(".")
+    if len(tokens) != 8:  # noqa: PLR2004  dsec v1 _sys rollout project shard local verb
+        raise DsecError(ErrorCode.INVALID, f"{subject!r} names no rollout")
+    return validate_project(tokens[4]), ScopedId(
+        validate_node(tokens[5]), validate_local(tokens[6])
+    )

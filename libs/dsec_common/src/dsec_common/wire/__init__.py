@@ -1,0 +1,1 @@
+"""Every message of the platform; this package imports no transport."""

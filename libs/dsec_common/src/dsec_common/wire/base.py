@@ -1,0 +1,125 @@
+"""The base of every message and the two encodings it travels in.
+
+msgpack is the default. A request whose ``content-type`` header says ``application/json`` is read
+and answered as JSON, so that any NATS client in any language works without this SDK. Unknown fields are
+ignored, so old readers live on; new fields carry defaults, so old writers do.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import cache
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from dsec_common.errors import Detail, DsecError, ErrorCode
+
+CONTENT_TYPE_HEADER: Final = "content-type"
+JSON: Final = "application/json"
+MSGPACK: Final = "application/msgpack"
+
+M = TypeVar("M", bound="Message")
+
+_ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+def new_id() -> str:
+    """Return a fresh id of 26 characters that sorts by time: 48 bits of milliseconds, 80 random.
+
+    The layout is ULID's (Crockford base 32), in lower case so that it is also a file name and a
+    NATS token.
+    """
+    number = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10), "big")
+    characters = []
+    for _ in range(26):
+        characters.append(_ALPHABET[number & 31])
+        number >>= 5
+    return "".join(reversed(characters))
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    """What every message carries, so that one story can be told from many logs.
+
+    Attributes:
+        message_id: this message's own id.
+        cause_id: the id of the message that led to this one; empty at the start of a story.
+        sent_at: Unix time in seconds at which it was made.
+    """
+
+    message_id: str = msgspec.field(default_factory=new_id)
+    cause_id: str = ""
+    sent_at: float = msgspec.field(default_factory=time.time)
+
+
+class ErrorReply(Message, frozen=True, kw_only=True):
+    """The typed body of a refused or failed request; the headers of NATS ADR-32 say the same."""
+
+    code: ErrorCode
+    message: str
+    retryable: bool = False
+    retry_after_s: float = 0.0
+    details: dict[str, Detail] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: DsecError, cause_id: str = "") -> ErrorReply:
+        """Return the message that carries ``error``."""
+        return cls(
+            cause_id=cause_id,
+            code=error.code,
+            message=error.message,
+            retryable=error.retryable,
+            retry_after_s=error.retry_after_s,
+            details=error.details,
+        )
+
+    def to_error(self) -> DsecError:
+        """Return the error that this message carries."""
+        return DsecError(
+            self.code,
+            self.message,
+            retryable=self.retryable,
+            retry_after_s=self.retry_after_s,
+            details=self.details,
+        )
+
+
+_json_encoder: Final = msgspec.json.Encoder()
+_msgpack_encoder: Final = msgspec.msgpack.Encoder()
+
+
+@cache
+def _json_decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+@cache
+def _msgpack_decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def encode(message: Message, content_type: str = MSGPACK) -> bytes:
+    """Return the bytes of ``message``; any content type but JSON means msgpack."""
+    if content_type == JSON:
+        return _json_encoder.encode(message)
+    return _msgpack_encoder.encode(message)
+
+
+def decode(body: bytes, kind: type[M], content_type: str = MSGPACK) -> M:
+    """Return the message in ``body``.
+
+    Raises:
+        DsecError: ``invalid``, naming the field and what was expected, when it does not decode.
+    """
+    decoder = _json_decoder(kind) if content_type == JSON else _msgpack_decoder(kind)
+    try:
+        message: M = decoder.decode(body)
+    except msgspec.DecodeError as error:
+        name = getattr(kind, "__name__", str(kind))
+        raise DsecError(
+            ErrorCode.INVALID,
+            f"the body is not a valid {name} in {content_type}: {error}",
+            details={"expected": name},
+        ) from error
+    return message

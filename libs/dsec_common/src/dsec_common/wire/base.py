@@ -1,8 +1,8 @@
 """The base of every message and the two encodings it travels in.
 
 msgpack is the default. A request whose ``content-type`` header says ``application/json`` is read
-and answered as JSON, so that any NATS client in any language works without this SDK. Unknown fields are
-ignored, so old readers live on; new fields carry defaults, so old writers do.
+and answered as JSON, so that any NATS client in any language works without this SDK. Unknown
+fields are ignored, so old readers live on; new fields carry defaults, so old writers do.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class GrantLease(Message, frozen=True, kw_only=True):
 
 
 class LeaseGranted(Message, frozen=True, kw_only=True):
-    """Units that are the holder's until ``expires_at``; ``token`` grows with every grant (a fence)."""
+    """Units held until ``expires_at``; ``token`` grows with every grant, as a fence."""
 
     lease_id: str
     node: str

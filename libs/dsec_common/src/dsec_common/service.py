@@ -255,7 +255,7 @@ class Service(Generic[C]):
 def main(
     service: Callable[[C], Service[C]], config_type: type[C], name: str, argv: Sequence[str] | None
 ) -> int:
-    """Run one service as a process: configuration, logs, uvloop, life cycle; return the exit code."""
+    """Run one service as a process (configuration, logs, uvloop) and return its exit code."""
     try:
         config = load_config(config_type, name, argv)
     except DsecError as error:

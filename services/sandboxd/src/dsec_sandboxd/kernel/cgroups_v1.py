@@ -1,0 +1,219 @@
+"""The hybrid backend: limits in v1 hierarchies, process control in the v2 tree.
+
+A process of the sandbox enters the v1 cgroups by itself, writing ``0`` to each ``tasks`` file that
+the host opened for it: attaching by process id waits for every processor (7 to 11 ms).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsec_common.errors import from_os_error
+
+from dsec_sandboxd.kernel.cgroups_layout import CONTROLLERS, CPU_PERIOD_US, check_name
+from dsec_sandboxd.kernel.cgroups_tree import (
+    UnifiedCgroup,
+    UnifiedDriver,
+    make_directory,
+    read_field,
+    read_file,
+    remove_all,
+    write_file,
+)
+
+if TYPE_CHECKING:
+    from dsec_sandboxd.kernel.cgroups_layout import CgroupLimits, Layout
+
+
+def write_limits(memory: str, cpu: str, pids: str, limits: CgroupLimits) -> None:
+    """Write a sandbox's limits to its three v1 directories."""
+    memory_bytes = b"%d" % limits.memory_bytes
+    write_file(f"{memory}/memory.limit_in_bytes", memory_bytes)
+    # Memory and swap together, set to the same: nothing is left for swap.
+    write_file(f"{memory}/memory.memsw.limit_in_bytes", memory_bytes)
+    write_file(f"{cpu}/cpu.shares", b"%d" % limits.cpu_shares)
+    if limits.cpu_quota:
+        write_file(f"{cpu}/cpu.cfs_period_us", b"%d" % CPU_PERIOD_US)
+        write_file(f"{cpu}/cpu.cfs_quota_us", b"%d" % limits.cpu_quota_us)
+    write_file(f"{pids}/pids.max", b"%d" % limits.pids)
+
+
+class EventfdOomWatch:
+    """Out-of-memory notices of all sandboxes behind one epoll descriptor.
+
+    v1 tells an eventfd for each cgroup when it has no memory left, just before the kernel chooses
+    a process to end: one descriptor for each sandbox, and a notice may precede the count.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._eventfd_of: dict[str, int] = {}
+        self._local_of: dict[int, str] = {}
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when a notice waits."""
+        return self._epoll.fileno()
+
+    def add(self, local: str, memory: str) -> None:
+        """Start to watch one sandbox by its v1 memory directory."""
+        notice = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            subject = os.open(f"{memory}/memory.oom_control", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                write_file(f"{memory}/cgroup.event_control", b"%d %d" % (notice, subject))
+            finally:
+                os.close(subject)
+            self._epoll.register(notice, select.EPOLLIN)
+        except OSError as error:
+            os.close(notice)
+            raise from_os_error("watch", error, f"{memory}/memory.oom_control") from error
+        except BaseException:
+            os.close(notice)
+            raise
+        self._eventfd_of[local] = notice
+        self._local_of[notice] = local
+
+    def discard(self, local: str) -> None:
+        """Stop to watch one sandbox. Idempotent. Closing the eventfd ends the kernel's side too."""
+        notice = self._eventfd_of.pop(local, None)
+        if notice is not None:
+            del self._local_of[notice]
+            self._epoll.unregister(notice)
+            os.close(notice)
+
+    def read(self) -> list[str]:
+        """Return the sandboxes that ran out of memory since the last call."""
+        found = []
+        for notice, _ in self._epoll.poll(0):
+            os.eventfd_read(notice)
+            found.append(self._local_of[notice])
+        return found
+
+    def close(self) -> None:
+        """Close every descriptor. Idempotent."""
+        for local in list(self._eventfd_of):
+            self.discard(local)
+        self._epoll.close()
+
+
+class HybridCgroup(UnifiedCgroup):
+    """One sandbox on a host whose controllers are bound to v1."""
+
+    def __init__(
+        self, local: str, directory: str, v1: dict[str, str], driver: HybridDriver
+    ) -> None:
+        super().__init__(local, directory)
+        self.v1 = v1
+        self._driver = driver
+
+    def open_descriptors(self) -> None:
+        """Open what the spawner is handed: the v2 directory, and each v1 ``tasks`` to enter by."""
+        super().open_descriptors()
+        for directory in self.v1.values():
+            descriptor = os.open(f"{directory}/tasks", os.O_WRONLY | os.O_CLOEXEC)
+            self.enter_fds = (*self.enter_fds, descriptor)
+
+    def watch_oom(self, *, end_all: bool = True) -> None:
+        """Have the driver's ``read_ooms`` name this sandbox when it runs out of memory.
+
+        v1 ends one process only. With ``end_all``, ``read_ooms`` ends the others.
+        """
+        self._driver.watch(self, end_all=end_all)
+
+    def memory_bytes_current(self) -> int:
+        """Return the bytes charged to the sandbox now, page cache included."""
+        return int(read_file(f"{self.v1['memory']}/memory.usage_in_bytes"))
+
+    def memory_bytes_peak(self) -> int:
+        """Return the most bytes ever charged."""
+        return int(read_file(f"{self.v1['memory']}/memory.max_usage_in_bytes"))
+
+    def pids_current(self) -> int:
+        """Return the number of processes and threads."""
+        return int(read_file(f"{self.v1['pids']}/pids.current"))
+
+    def oom_kills(self) -> int:
+        """Return how many processes the kernel ended because the sandbox ran out of memory."""
+        return read_field(f"{self.v1['memory']}/memory.oom_control", b"oom_kill")
+
+    def remove(self) -> bool:
+        """Remove the sandbox's directories in all trees; return whether all are gone. Idempotent.
+
+        A memory cgroup whose directory is gone lives on in the kernel while page cache is charged
+        to it; emptying it here would throw away the layers' cache that other sandboxes read.
+        """
+        self._driver.unwatch(self.local)
+        return super().remove() and remove_all(list(self.v1.values()))
+
+
+class HybridDriver(UnifiedDriver):
+    """Makes sandboxes' cgroups on a host whose controllers are bound to v1."""
+
+    def __init__(self, layout: Layout, node: str) -> None:
+        super().__init__(layout, node)
+        self._v1_parents = {name: str(layout.v1[name] / self._parent_name) for name in CONTROLLERS}
+        for parent in self._v1_parents.values():
+            Path(parent).mkdir(mode=0o755, exist_ok=True)
+        self._watch = EventfdOomWatch()
+        self._ends_all: dict[str, HybridCgroup] = {}
+
+    def create(self, local: str, limits: CgroupLimits) -> HybridCgroup:
+        """Make a sandbox's cgroups with its limits; see ``CgroupDriver.create``."""
+        cgroup = self.adopt(local)
+        made: list[str] = []
+        try:
+            for directory in (cgroup.directory, *cgroup.v1.values()):
+                make_directory(directory)
+                made.append(directory)
+            write_limits(cgroup.v1["memory"], cgroup.v1["cpu"], cgroup.v1["pids"], limits)
+            cgroup.watch_oom(end_all=limits.end_all_on_oom)
+            cgroup.open_descriptors()
+        except BaseException:
+            # Only what this call made: on a conflict the others belong to a sandbox that lives.
+            if made:
+                self.unwatch(local)
+            cgroup.close_descriptors()
+            remove_all(made)
+            raise
+        return cgroup
+
+    def adopt(self, local: str) -> HybridCgroup:
+        """Return the handle of a cgroup that may exist already."""
+        check_name("sandbox id", local)
+        v1 = {name: f"{parent}/{local}" for name, parent in self._v1_parents.items()}
+        return HybridCgroup(local, f"{self.parent}/{local}", v1, self)
+
+    def watch(self, cgroup: HybridCgroup, *, end_all: bool) -> None:
+        """Watch one sandbox's memory; see ``HybridCgroup.watch_oom``."""
+        self._watch.add(cgroup.local, cgroup.v1["memory"])
+        if end_all:
+            self._ends_all[cgroup.local] = cgroup
+
+    def unwatch(self, local: str) -> None:
+        """Stop to watch one sandbox. Idempotent."""
+        self._watch.discard(local)
+        self._ends_all.pop(local, None)
+
+    def oom_fileno(self) -> int:
+        """Return the descriptor that becomes readable when ``read_ooms`` has news."""
+        return self._watch.fileno()
+
+    def read_ooms(self) -> list[str]:
+        """Return the sandboxes that ran out of memory since the last call. Never waits."""
+        found = self._watch.read()
+        for local in found:
+            if local in self._ends_all:
+                self._ends_all[local].kill()
+        return found
+
+    def close(self) -> None:
+        """Close the descriptors; remove the node's directories when empty. Idempotent."""
+        self._ends_all.clear()
+        self._watch.close()
+        super().close()
+
+    def _parents(self) -> list[str]:
+        return [self.parent, *self._v1_parents.values()]

@@ -1,0 +1,102 @@
+# Every target that people rely on. `make help` lists them.
+SHELL := /bin/bash
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.dsec-installed
+PYTHON3 ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3.11 || command -v python3)
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## List the targets
+	@grep -hE '^[a-z0-9_-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# --- Set-up ---
+
+.PHONY: system
+system:  ## Install the system packages that are missing (says which; Debian and Ubuntu)
+	@scripts/system-packages
+
+$(STAMP): pyproject.toml hatch_build.py $(wildcard services/sandboxd/src/dsec_sandboxd/native/*.[ch]) $(wildcard services/sandboxd/src/dsec_sandboxd/native/Makefile)
+	@scripts/system-packages
+	@test -x $(PYTHON) || $(PYTHON3) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+.PHONY: install
+install: $(STAMP)  ## Build the environment in .venv, C programs included
+
+.PHONY: kafka
+kafka: $(STAMP)  ## Resolve Apache Kafka's jars through Maven (tests and durable logs)
+	@$(PYTHON) -m dsec_common.embedded.kafka fetch
+
+.PHONY: clean
+clean:  ## Remove what was built (the environment stays)
+	rm -rf build dist services/sandboxd/src/dsec_sandboxd/native/bin benchmarks/native/bin
+	rm -f $(STAMP)
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# --- Using it ---
+
+.PHONY: demo
+demo: $(STAMP)  ## The main job end to end: agents repair a package in sandboxes, trained over Chronus
+	@$(PYTHON) -m examples.repair
+
+.PHONY: up
+up: $(STAMP)  ## Start everything on this machine (as root)
+	@$(VENV)/bin/dsec up
+
+# --- Checks ---
+
+.PHONY: check
+check: lint types arch  ## Lint, types and architecture
+
+.PHONY: fmt
+fmt: $(STAMP)  ## Format the code
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+.PHONY: lint
+lint: $(STAMP)  ## ruff, and the C programs with warnings as errors
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+
+.PHONY: types
+types: $(STAMP)  ## mypy, strict
+	$(VENV)/bin/mypy
+
+.PHONY: arch
+arch: $(STAMP)  ## The import contracts
+	$(VENV)/bin/lint-imports
+
+.PHONY: unit
+unit: $(STAMP)  ## Pure cores, wire types, parsers
+	$(PYTHON) -m pytest tests/unit -q
+
+.PHONY: component
+component: $(STAMP)  ## Each service against a real NATS
+	$(PYTHON) -m pytest tests/component -q
+
+.PHONY: contract
+contract: $(STAMP)  ## Bus and log suites against real NATS, the embedded broker and Apache Kafka
+	$(PYTHON) -m pytest tests/contract -q
+
+.PHONY: kernel
+kernel: $(STAMP)  ## Sandboxes on the real kernel (as root)
+	$(PYTHON) -m pytest tests/kernel -q
+
+.PHONY: e2e
+e2e: $(STAMP)  ## The whole platform, through the SDK and the CLI (as root)
+	$(PYTHON) -m pytest tests/e2e -q
+
+.PHONY: security
+security: $(STAMP)  ## What an attacker tries (as root)
+	$(PYTHON) -m pytest tests/security -q
+
+.PHONY: test
+test: check  ## All that CI checks
+	$(PYTHON) -m pytest -q
+
+.PHONY: bench
+bench: $(STAMP)  ## All benchmarks, each beside the kernel's limit
+	$(PYTHON) -m benchmarks all

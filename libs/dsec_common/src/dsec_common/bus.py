@@ -1,0 +1,597 @@
+"""The one way to NATS: requests, services, events, streams and key-value buckets.
+
+One :class:`Bus` per process. It owns the connection, every task that serves a message, the bound on
+how many run, and the order in which all of it stops; services never touch the NATS client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+import msgspec
+import nats.errors
+import structlog
+from nats.aio.client import Client
+
+from dsec_common.bus_discovery import Discovery
+from dsec_common.bus_headers import (
+    UserClaims,
+    current_traceparent,
+    error_headers,
+    inbox_prefix_of,
+    outgoing,
+    raise_service_error,
+)
+from dsec_common.bus_kv import Entry, KeyValue
+from dsec_common.bus_requests import ReplyInbox, to_dsec_error
+from dsec_common.bus_serving import EventSubscription, ReplyGuard, Served
+from dsec_common.bus_streams import Consumer, Streams
+from dsec_common.bus_types import (
+    SERVICE_INBOX_PREFIX,
+    BusConfig,
+    EventHandler,
+    Handler,
+    MessageT,
+    ReplyAddress,
+    ReplyT,
+    Request,
+    ServeStats,
+    StreamSpec,
+    content_type_of,
+)
+from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
+from dsec_common.wire.base import MSGPACK, ErrorReply, Message, decode, encode
+
+__all__ = [
+    "Bus",
+    "BusConfig",
+    "Consumer",
+    "Entry",
+    "EventHandler",
+    "Handler",
+    "KeyValue",
+    "ReplyAddress",
+    "Request",
+    "ServeStats",
+    "Served",
+    "StreamSpec",
+    "current_traceparent",
+]
+
+_log: Final = structlog.get_logger(__name__)
+
+DEFAULT_REQUEST_TIMEOUT_S: Final = 5.0
+DEFAULT_DRAIN_TIMEOUT_S: Final = 10.0
+#: How often a wait for an absent server says so again.
+_REPEAT_LOG_S: Final = 10.0
+#: Published while disconnected: kept up to this size and sent when the server is back.
+_OUTBOUND_BUFFER_BYTES: Final = 8 * 1024 * 1024
+
+
+class Bus:
+    """A connection to NATS and everything that this process does over it.
+
+    Make one with :meth:`connect`, end it with :meth:`drain` (orderly) or :meth:`close` (at once).
+    It reconnects for ever; subscriptions, streams and consumers come back by themselves.
+    """
+
+    def __init__(self, config: BusConfig) -> None:
+        self.config = config
+        self._client = Client()
+        self._guard = ReplyGuard(config.reply_prefixes)
+        self._served: list[Served[Any]] = []
+        self._events: list[EventSubscription[Any]] = []
+        self._on_disconnect: list[Callable[[], None]] = []
+        self._on_reconnect: list[Callable[[], None]] = []
+        self._closing = False
+        self._connecting_since = 0.0
+        self._last_error = ""
+        self._last_logged_at = 0.0
+        self._inbox: ReplyInbox
+        self._streams: Streams
+        self._discovery: Discovery | None = None
+
+    # --- The connection -----------------------------------------------------------------------
+
+    @classmethod
+    async def connect(cls, config: BusConfig) -> Bus:
+        """Return a connected bus; wait for an absent server, saying so in the log.
+
+        Raises:
+            DsecError: ``unavailable`` when no server answered within ``connect_timeout_s``,
+                ``denied`` when one refused the credentials all that time, ``invalid`` when the
+                credentials file cannot be read.
+        """
+        bus = cls(config)
+        await bus._connect()
+        return bus
+
+    async def _connect(self) -> None:
+        prefix = self.config.inbox_prefix or _inbox_prefix_in(self.config.credentials_path)
+        timeout_s = self.config.connect_timeout_s or None
+        self._connecting_since = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._client.connect(
+                    servers=list(self.config.servers),
+                    name=self.config.name,
+                    user_credentials=self.config.credentials_path or None,
+                    inbox_prefix=prefix,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=self.config.reconnect_wait_s,  # type: ignore[arg-type]
+                    connect_timeout=2,
+                    ping_interval=10,
+                    pending_size=_OUTBOUND_BUFFER_BYTES,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._disconnected,
+                    reconnected_cb=self._reconnected,
+                    closed_cb=self._closed,
+                )
+        except TimeoutError as error:
+            await self._abandon()
+            raise self._connect_error() from error
+        except BaseException:
+            await self._abandon()
+            raise
+        if self._last_error:
+            _log.info("NATS is there", servers=self.config.servers)
+        self._last_error = ""
+        self._inbox = ReplyInbox(self._client, prefix)
+        await self._inbox.open()
+        self._streams = Streams(self._client, self._inbox, self._guard)
+
+    async def _abandon(self) -> None:
+        self._closing = True
+        with contextlib.suppress(Exception):
+            await self._client.close()
+
+    def _connect_error(self) -> DsecError:
+        servers = ", ".join(self.config.servers)
+        if "authorization violation" in self._last_error.lower():
+            return DsecError(
+                ErrorCode.DENIED,
+                f"NATS at {servers} refuses the credentials {self.config.credentials_path!r}; use "
+                "the file that this server's operator signed",
+            )
+        return unavailable(
+            f"no NATS server at {servers} within {self.config.connect_timeout_s:g} s "
+            f"({self._last_error or 'no answer'}); start one or correct the address"
+        )
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server is reachable now."""
+        return bool(self._client.is_connected)
+
+    def on_disconnect(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` each time the connection is lost."""
+        self._on_disconnect.append(callback)
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` each time the connection is back, with all subscriptions."""
+        self._on_reconnect.append(callback)
+
+    async def _on_error(self, error: Exception) -> None:
+        text = str(error) or type(error).__name__
+        if isinstance(error, nats.errors.SlowConsumerError):
+            _log.error("messages were dropped: a handler is too slow", subject=error.subject)
+            return
+        if "permissions violation" in text.lower():
+            _log.warning("NATS refused", error=text)
+            if hasattr(self, "_inbox"):
+                self._inbox.permission_denied(text)
+            return
+        now = time.monotonic()
+        if text != self._last_error or now - self._last_logged_at > _REPEAT_LOG_S:
+            self._last_error, self._last_logged_at = text, now
+            _log.warning(
+                "waiting for NATS",
+                servers=self.config.servers,
+                error=text,
+                waited_s=round(now - self._connecting_since, 1),
+            )
+
+    async def _disconnected(self) -> None:
+        self._connecting_since = time.monotonic()
+        if not hasattr(self, "_inbox"):
+            return
+        self._inbox.connection_lost()
+        if not self._closing:
+            _log.warning("the connection to NATS is lost; reconnecting")
+        for callback in self._on_disconnect:
+            callback()
+
+    async def _reconnected(self) -> None:
+        _log.info("the connection to NATS is back", servers=self.config.servers)
+        self._last_error = ""
+        self._streams.reconnected()
+        for callback in self._on_reconnect:
+            callback()
+
+    async def _closed(self) -> None:
+        if not self._closing:
+            _log.error("NATS closed the connection for good", error=str(self._client.last_error))
+
+    # --- Asking -------------------------------------------------------------------------------
+
+    async def request(
+        self,
+        subject: str,
+        message: Message,
+        reply_type: type[ReplyT],
+        *,
+        timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S,
+        headers: Mapping[str, str] | None = None,
+        caller: ReplyAddress | None = None,
+    ) -> ReplyT:
+        """Send ``message`` and return the reply; never retries by itself.
+
+        Args:
+            subject: from ``subjects.py``.
+            message: the body.
+            reply_type: what the reply decodes as; a union is fine.
+            timeout_s: how long to wait.
+            headers: further headers.
+            caller: hand this caller's address on, so that the service may answer it directly.
+
+        Raises:
+            DsecError: the service's own error unchanged; ``unavailable`` when nobody serves the
+                subject or the connection is lost meanwhile; ``timeout``; ``denied``; ``invalid``.
+        """
+        reply = await self._inbox.request(
+            subject, encode(message), outgoing(MSGPACK, headers, caller), timeout_s
+        )
+        raise_service_error(reply.headers, reply.data)
+        return decode(reply.data, reply_type, content_type_of(reply.headers))
+
+    async def publish(
+        self, subject: str, message: Message, *, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send an event: at most once, to whoever listens now.
+
+        Raises:
+            DsecError: ``unavailable`` when disconnected with a full buffer; ``invalid``.
+        """
+        await self._send(subject, encode(message), outgoing(MSGPACK, headers))
+
+    async def reply(self, to: ReplyAddress, message: Message) -> None:
+        """Answer a caller whose request was handed on, in the encoding that it reads.
+
+        A caller may be answered several times. An address that is no reply subject is refused.
+
+        Raises:
+            DsecError: ``denied`` for a subject that is no reply subject; as :meth:`publish`.
+        """
+        await self._reply(to, encode(message, to.content_type), outgoing(to.content_type))
+
+    async def reply_error(self, to: ReplyAddress, error: DsecError) -> None:
+        """Answer a caller with ``error``; otherwise as :meth:`reply`."""
+        await self._reply(
+            to,
+            encode(ErrorReply.of(error), to.content_type),
+            outgoing(to.content_type, error_headers(error)),
+        )
+
+    async def _reply(self, to: ReplyAddress, body: bytes, headers: dict[str, str]) -> None:
+        if not to.subject:
+            return
+        if not self._guard.allows(to.subject):
+            raise DsecError(ErrorCode.DENIED, f"{to.subject} is not a subject that replies go to")
+        await self._send(to.subject, body, headers)
+
+    async def _send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
+        try:
+            await self._client.publish(subject, body, headers=headers)
+        except nats.errors.Error as error:
+            raise to_dsec_error(error, "publish to", subject) from error
+
+    # --- Answering ----------------------------------------------------------------------------
+
+    async def serve(
+        self,
+        subject: str,
+        request_type: type[MessageT],
+        handler: Handler[MessageT],
+        *,
+        queue: str = "",
+        concurrency: int = 64,
+        max_pending: int = 1024,
+    ) -> Served[MessageT]:
+        """Answer requests on ``subject`` with what ``handler`` returns.
+
+        ``None`` from the handler sends nothing: someone else answers. A ``DsecError`` reaches the
+        caller unchanged, any other exception as ``internal``. JSON is answered as JSON.
+
+        Args:
+            subject: a subject or pattern from ``subjects.py``.
+            request_type: what bodies decode as; one that does not is answered ``invalid``.
+            handler: runs as a task of its own, with the caller's trace as the current one.
+            queue: processes that share a queue name share the requests.
+            concurrency: handlers at once.
+            max_pending: requests that may wait for one; more are answered ``exhausted``.
+        """
+        served = Served(
+            subject,
+            request_type,
+            handler,
+            concurrency=concurrency,
+            max_pending=max_pending,
+            send=self._send,
+            guard=self._guard,
+        )
+        # The client's own limits drop silently; ours answer. Reception never waits, so no
+        # message stays in the client.
+        served.subscription = await self._client.subscribe(
+            subject, queue=queue, cb=served.receive, pending_msgs_limit=0, pending_bytes_limit=0
+        )
+        self._served.append(served)
+        return served
+
+    async def subscribe(
+        self,
+        subject: str,
+        message_type: type[MessageT],
+        handler: EventHandler[MessageT],
+        *,
+        queue: str = "",
+        max_pending: int = 65_536,
+    ) -> EventSubscription[MessageT]:
+        """See events on ``subject``, one after the other in the order of arrival.
+
+        A handler that raises is logged and the next event follows. Events beyond ``max_pending``
+        that wait for a slow handler are dropped, counted in ``stats.refused`` and logged.
+        """
+        events = EventSubscription(
+            subject, message_type, handler, max_pending=max_pending, guard=self._guard
+        )
+        events.subscription = await self._client.subscribe(
+            subject, queue=queue, cb=events.receive, pending_msgs_limit=0, pending_bytes_limit=0
+        )
+        events.start()
+        self._events.append(events)
+        return events
+
+    async def register(self, name: str, version: str, description: str) -> None:
+        """Let ``nats micro`` find this service and read its statistics.
+
+        Subjects served later are listed too.
+
+        Raises:
+            DsecError: ``invalid`` when called twice.
+        """
+        if self._discovery is not None:
+            raise invalid(f"this bus is already registered as {self._discovery.name}")
+        self._discovery = Discovery(name, version, description, self._served, self._send)
+        await self._discovery.open(self._client, self._guard)
+
+    # --- Streams and buckets ------------------------------------------------------------------
+
+    async def ensure_stream(self, spec: StreamSpec) -> None:
+        """Create the stream, or change it to ``spec``; done again after each reconnection.
+
+        Raises:
+            DsecError: ``unavailable`` when JetStream does not answer; ``invalid`` when it refuses.
+        """
+        await self._streams.ensure(spec)
+
+    async def js_publish(
+        self,
+        subject: str,
+        message: Message,
+        *,
+        message_id: str = "",
+        expected_last_sequence: int | None = None,
+        expected_last_subject_sequence: int | None = None,
+        ttl_s: float = 0.0,
+        timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S,
+    ) -> int:
+        """Append ``message`` to the stream that captures ``subject``; return its sequence number.
+
+        With a ``message_id`` it is tried again until ``timeout_s``, since the stream knows
+        duplicates; without one it is sent once.
+
+        Args:
+            subject: from ``subjects.py``.
+            message: the body.
+            message_id: known again within the stream's ``duplicate_window_s``.
+            expected_last_sequence: append only if this is the stream's last sequence.
+            expected_last_subject_sequence: append only if this is the subject's last sequence.
+            ttl_s: drop the message after this many whole seconds; 0 keeps it.
+            timeout_s: how long to wait for the acknowledgement.
+
+        Raises:
+            DsecError: ``conflict`` when the expected sequence is not the last; ``exhausted`` when
+                the stream is full; ``unavailable`` or ``timeout`` without an acknowledgement.
+        """
+        return await self._streams.publish(
+            subject,
+            encode(message),
+            outgoing(MSGPACK),
+            message_id=message_id,
+            expected_last_sequence=expected_last_sequence,
+            expected_last_subject_sequence=expected_last_subject_sequence,
+            ttl_s=ttl_s,
+            timeout_s=timeout_s,
+        )
+
+    async def consume(
+        self,
+        stream: str,
+        durable: str,
+        message_type: type[MessageT],
+        handler: EventHandler[MessageT],
+        *,
+        filter_subject: str = "",
+        max_in_flight: int = 64,
+        ack_wait_s: float = 30.0,
+        max_deliver: int = -1,
+    ) -> Consumer[MessageT]:
+        """Hand each message of a stream to ``handler`` until it is done with it.
+
+        A return acknowledges; a retryable ``DsecError`` has it delivered again after the error's
+        ``retry_after_s``; any other ``DsecError`` ends it; an unexpected exception has it delivered
+        again. A handler may take longer than ``ack_wait_s``: the server is told that it is at work.
+        Each message is handled at least once: a crash before the acknowledgement repeats it.
+
+        Args:
+            stream: its name; it need not exist yet.
+            durable: consumers of the same name share the messages.
+            message_type: what bodies decode as; one that does not is ended.
+            handler: runs as a task of its own.
+            filter_subject: only messages on this subject or pattern.
+            max_in_flight: messages in handlers at once.
+            ack_wait_s: after a crash, others get the message this much later.
+            max_deliver: deliveries at most; -1 for no limit.
+        """
+        return await self._streams.consume(
+            stream,
+            durable,
+            message_type,
+            handler,
+            filter_subject=filter_subject,
+            max_in_flight=max_in_flight,
+            ack_wait_s=ack_wait_s,
+            max_deliver=max_deliver,
+        )
+
+    async def kv(
+        self,
+        bucket: str,
+        message_type: type[MessageT],
+        *,
+        ttl_s: float = 0.0,
+        history: int = 1,
+        in_memory: bool = False,
+        replicas: int = 1,
+    ) -> KeyValue[MessageT]:
+        """Return the bucket, created when missing; created again if a server loses it.
+
+        Args:
+            bucket: letters, digits, hyphens and underscores.
+            message_type: what values decode as.
+            ttl_s: entries vanish this long after their last change; 0 keeps them.
+            history: how many values per key are kept.
+            in_memory: kept in the server's memory only.
+            replicas: how many servers keep a copy.
+        """
+        spec = KeyValue.stream_spec(
+            bucket, ttl_s=ttl_s, history=history, in_memory=in_memory, replicas=replicas
+        )
+        await self._streams.ensure(spec)
+        return KeyValue(self._client, self._streams, bucket, message_type)
+
+    # --- The end ------------------------------------------------------------------------------
+
+    async def flush(self, timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S) -> None:
+        """Return when the server has seen everything sent so far, subscriptions included.
+
+        Raises:
+            DsecError: ``unavailable`` or ``timeout`` when it does not answer.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._client.flush()
+        except (nats.errors.Error, TimeoutError) as error:
+            raise to_dsec_error(error, "flush", ", ".join(self.config.servers)) from error
+
+    async def drain(self, timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S) -> None:
+        """End in order, so that no accepted request stays without its reply.
+
+        1. Consumers ask for no more messages; subscriptions are withdrawn, and what the server had
+           already sent is still taken in.
+        2. Handlers finish, within ``timeout_s`` seconds; later ones are cancelled and their callers
+           told ``unavailable``, their stream messages left to be delivered again.
+        3. Replies and acknowledgements are flushed to the server.
+        4. The connection closes. This bus's own requests work until here.
+
+        Without a connection, steps 1 and 3 are skipped: the server already knows that we are gone.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self.connected:
+            with contextlib.suppress(TimeoutError, nats.errors.Error):
+                async with asyncio.timeout(timeout_s):
+                    await self._stop_accepting()
+        left_s = max(deadline - time.monotonic(), 0.0)
+        counts = await asyncio.gather(
+            self._streams.finish(left_s),
+            *(served.finish(left_s) for served in self._served),
+            *(events.finish(left_s) for events in self._events),
+        )
+        if sum(counts):
+            _log.warning("cancelled what was not done at the end of the drain", count=sum(counts))
+        if self.connected:
+            with contextlib.suppress(DsecError):
+                await self.flush()
+        await self.close()
+
+    async def _stop_accepting(self) -> None:
+        await asyncio.gather(
+            self._streams.stop_accepting(),
+            *(served.stop_accepting() for served in self._served),
+            *(events.stop_accepting() for events in self._events),
+        )
+
+    async def close(self) -> None:
+        """Close at once; handlers are cancelled and what they would have answered is lost."""
+        self._closing = True
+        await self._streams.finish(0.0)
+        await asyncio.gather(
+            *(served.finish(0.0) for served in self._served),
+            *(events.finish(0.0) for events in self._events),
+        )
+        await self._client.close()
+        # The client cancels its tasks without awaiting them; let them end before the loop may.
+        await asyncio.sleep(0)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.drain()
+
+
+def _inbox_prefix_in(credentials_path: str) -> str:
+    """Return the inbox prefix that the user in this credentials file may subscribe to.
+
+    Raises:
+        DsecError: ``invalid`` when the file cannot be read or holds no user's JWT.
+    """
+    if not credentials_path:
+        return SERVICE_INBOX_PREFIX
+    try:
+        lines = Path(credentials_path).read_text(encoding="ascii").splitlines()
+        token = lines[lines.index("-----BEGIN NATS USER JWT-----") + 1]
+        body = token.split(".")[1]
+        claims = msgspec.json.decode(
+            base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)), type=UserClaims
+        )
+    except (OSError, ValueError, IndexError) as error:
+        raise invalid(
+            f"cannot read the credentials file {credentials_path} ({error}); it is the .creds file "
+            "of a project or a service"
+        ) from error
+    return inbox_prefix_of(claims.nats.sub.allow, "_INBOX")
+
+
+async def events_of(
+    bus: Bus, subject: str, message_type: type[MessageT]
+) -> AsyncIterator[MessageT]:
+    """Yield the events on ``subject`` from now on, in order; stop by leaving the loop."""
+    queue: asyncio.Queue[MessageT] = asyncio.Queue()
+
+    async def put(request: Request[MessageT]) -> None:
+        queue.put_nowait(request.message)
+
+    subscription = await bus.subscribe(subject, message_type, put)
+    try:
+        while True:
+            yield await queue.get()
+    finally:
+        await subscription.stop_accepting()
+        await subscription.finish(0.0)

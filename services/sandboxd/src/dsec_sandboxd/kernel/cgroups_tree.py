@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dsec_common.errors import DsecError, ErrorCode, from_os_error
-
 from dsec_sandboxd.kernel.cgroups_layout import check_name
 
 if TYPE_CHECKING:
@@ -78,6 +77,18 @@ def read_field(path: str, name: bytes) -> int:
         if key == name:
             return int(value)
     return 0
+
+
+def open_path(path: str, flags: int) -> int:
+    """Return a descriptor for one cgroup or cgroup file; the caller closes it.
+
+    Raises:
+        DsecError: ``exhausted`` without a free descriptor, ``not_found`` when it is gone.
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise from_os_error("open", error, path) from error
 
 
 def is_gone(error: DsecError) -> bool:
@@ -147,9 +158,7 @@ class UnifiedCgroup:
 
     def open_descriptors(self) -> None:
         """Open what the spawner is handed; :meth:`close_descriptors` ends them."""
-        self.unified_directory_fd = os.open(
-            self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        )
+        self.unified_directory_fd = open_path(self.directory, os.O_RDONLY | os.O_DIRECTORY)
 
     def close_descriptors(self) -> None:
         """Close the descriptors of the creation. Idempotent."""
@@ -184,10 +193,7 @@ class UnifiedCgroup:
         try:
             if self._base_uid is not None:
                 self._give(f"{directory}/cgroup.procs", self._base_uid)
-            return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            remove_directory(directory)
-            raise from_os_error("open", error, directory) from error
+            return open_path(directory, os.O_RDONLY | os.O_DIRECTORY)
         except DsecError:
             remove_directory(directory)
             raise

@@ -11,13 +11,13 @@ import select
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsec_common.errors import from_os_error
-
+from dsec_common.errors import DsecError, from_os_error
 from dsec_sandboxd.kernel.cgroups_layout import CONTROLLERS, CPU_PERIOD_US, check_name
 from dsec_sandboxd.kernel.cgroups_tree import (
     UnifiedCgroup,
     UnifiedDriver,
     make_directory,
+    open_path,
     read_field,
     read_file,
     remove_all,
@@ -59,20 +59,21 @@ class EventfdOomWatch:
 
     def add(self, local: str, memory: str) -> None:
         """Start to watch one sandbox by its v1 memory directory."""
-        notice = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        path = f"{memory}/memory.oom_control"
+        subject = open_path(path, os.O_RDONLY)
+        notice = -1
         try:
-            subject = os.open(f"{memory}/memory.oom_control", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                write_file(f"{memory}/cgroup.event_control", b"%d %d" % (notice, subject))
-            finally:
-                os.close(subject)
+            notice = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            write_file(f"{memory}/cgroup.event_control", b"%d %d" % (notice, subject))
             self._epoll.register(notice, select.EPOLLIN)
-        except OSError as error:
-            os.close(notice)
-            raise from_os_error("watch", error, f"{memory}/memory.oom_control") from error
-        except BaseException:
-            os.close(notice)
+        except (OSError, DsecError) as error:
+            if notice >= 0:
+                os.close(notice)
+            if isinstance(error, OSError):
+                raise from_os_error("watch", error, path) from error
             raise
+        finally:
+            os.close(subject)
         self._eventfd_of[local] = notice
         self._local_of[notice] = local
 
@@ -113,8 +114,7 @@ class HybridCgroup(UnifiedCgroup):
         """Open what the spawner is handed: the v2 directory, and each v1 ``tasks`` to enter by."""
         super().open_descriptors()
         for directory in self.v1.values():
-            descriptor = os.open(f"{directory}/tasks", os.O_WRONLY | os.O_CLOEXEC)
-            self.enter_fds = (*self.enter_fds, descriptor)
+            self.enter_fds = (*self.enter_fds, open_path(f"{directory}/tasks", os.O_WRONLY))
 
     def watch_oom(self, *, end_all: bool = True) -> None:
         """Have the driver's ``read_ooms`` name this sandbox when it runs out of memory.

@@ -8,7 +8,6 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from dsec_common.errors import DsecError, ErrorCode, from_os_error
-
 from dsec_sandboxd.kernel.cgroups_layout import CONTROLLERS, CPU_PERIOD_US, check_name
 from dsec_sandboxd.kernel.cgroups_tree import (
     UnifiedCgroup,

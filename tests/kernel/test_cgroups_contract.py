@@ -1,0 +1,424 @@
+"""What every cgroup backend promises, against this host's own trees."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cgroup_processes import (
+    clone_into,
+    ended,
+    ending,
+    enter,
+    next_ooms,
+    read_line,
+    readable,
+    start,
+    start_exec,
+)
+from dsec_common.errors import DsecError, ErrorCode
+from dsec_sandboxd.kernel.cgroups import CgroupLimits, detect_layout, open_driver
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dsec_sandboxd.kernel.cgroups import Cgroup, CgroupDriver
+
+MIB = 1 << 20
+LIMITS = CgroupLimits(memory_bytes=96 * MIB, cpus=1.5, pids=32)
+NODE = f"contract-{os.getpid()}"
+BASE_UID = 300_000
+
+IDLE = "import sys\nprint('ready')\nsys.stdin.read()"
+# Grows until the kernel steps in; the pages are written, so they count.
+MEMORY_BOMB = """
+import sys
+sys.stdin.readline()
+kept = []
+while True:
+    kept.append(bytearray(b'x' * (1 << 20)))
+"""
+# Prints the id of a grandchild with a session of its own, as a daemon has, then ends.
+DAEMON = """
+import os, signal
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid())
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.close(1)
+        signal.pause()
+    os._exit(0)
+os.wait()
+"""
+
+
+def our_directories() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    return [*root.glob(f"dsec-{NODE}"), *root.glob(f"*/dsec-{NODE}")]
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def lowest_free_descriptor() -> int:
+    descriptor = os.dup(0)
+    os.close(descriptor)
+    return descriptor
+
+
+def exit_code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def memberships(pid: int) -> str:
+    return Path(f"/proc/{pid}/cgroup").read_text()
+
+
+@pytest.fixture
+def driver() -> Iterator[CgroupDriver]:
+    driver = open_driver(detect_layout(), NODE)
+    yield driver
+    left = driver.leftovers()
+    for local in left:  # a failed test must not fail the next one
+        driver.adopt(local).kill()
+        driver.adopt(local).remove()
+    driver.close()
+    assert not left, "the test left sandboxes behind"
+    assert not our_directories(), "the driver left its directories behind"
+
+
+@pytest.fixture
+async def cgroup(driver: CgroupDriver) -> Cgroup:
+    return driver.create("sandbox", LIMITS)
+
+
+async def end(cgroup: Cgroup) -> None:
+    cgroup.kill()
+    await cgroup.remove_when_empty()
+
+
+async def test_a_process_enters_every_tree_by_the_descriptors(cgroup: Cgroup) -> None:
+    process = start(cgroup, IDLE)
+    with ending(process):
+        assert read_line(process) == "ready"
+        entered = memberships(process.pid)
+        wanted = 1 + len(cgroup.enter_fds)
+        assert entered.count(f"/dsec-{NODE}/sandbox") == wanted
+        assert cgroup.processes() == [process.pid]
+        assert cgroup.populated()
+        await end(cgroup)
+
+
+async def test_a_process_starts_directly_in_the_sandbox(cgroup: Cgroup) -> None:
+    child = clone_into(cgroup.unified_directory_fd)
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    assert cgroup.processes() == [child]
+    cgroup.kill()
+    assert exit_code_of(child) == -signal.SIGKILL
+    await cgroup.remove_when_empty()
+
+
+async def test_memory_that_runs_out_ends_the_whole_sandbox_and_is_told(
+    driver: CgroupDriver, cgroup: Cgroup
+) -> None:
+    bomb, bystander = start(cgroup, MEMORY_BOMB), start(cgroup, IDLE)
+    with ending(bomb, bystander):
+        assert read_line(bystander) == "ready"
+        assert bomb.stdin is not None
+        bomb.stdin.write("go\n")
+        bomb.stdin.flush()
+        assert await next_ooms(driver) == ["sandbox"]
+        assert await ended(bomb) == -signal.SIGKILL
+        assert await ended(bystander) == -signal.SIGKILL
+        assert cgroup.oom_kills() >= 1
+        assert 90 * MIB < cgroup.memory_bytes_peak() <= 96 * MIB
+        await end(cgroup)
+    assert driver.read_ooms() == []
+
+
+async def test_memory_that_runs_out_ends_one_process_when_so_asked(driver: CgroupDriver) -> None:
+    limits = CgroupLimits(memory_bytes=96 * MIB, cpus=1, pids=32, end_all_on_oom=False)
+    cgroup = driver.create("lenient", limits)
+    bomb, bystander = start(cgroup, MEMORY_BOMB), start(cgroup, IDLE)
+    with ending(bomb, bystander):
+        assert read_line(bystander) == "ready"
+        assert bomb.stdin is not None
+        bomb.stdin.write("go\n")
+        bomb.stdin.flush()
+        assert await next_ooms(driver) == ["lenient"]
+        assert await ended(bomb) == -signal.SIGKILL
+        assert cgroup.processes() == [bystander.pid]
+        await end(cgroup)
+
+
+async def test_an_adopted_sandbox_can_be_watched_again(driver: CgroupDriver) -> None:
+    cgroup = driver.create("older", LIMITS)
+    bomb = start(cgroup, MEMORY_BOMB)
+    with ending(bomb):
+        later = open_driver(detect_layout(), NODE)
+        adopted = later.adopt("older")
+        adopted.watch_oom()
+        assert bomb.stdin is not None
+        bomb.stdin.write("go\n")
+        bomb.stdin.flush()
+        assert await next_ooms(later) == ["older"]
+        assert await ended(bomb) == -signal.SIGKILL
+        await adopted.remove_when_empty()
+        later.close()
+        assert cgroup.remove()
+
+
+async def test_the_pids_limit_stops_a_fork_bomb(driver: CgroupDriver) -> None:
+    cgroup = driver.create("forks", CgroupLimits(memory_bytes=96 * MIB, cpus=1, pids=4))
+    script = (
+        "import os, signal\nmade = 0\ntry:\n  while True:\n    if os.fork() == 0: signal.pause()\n"
+        "    made += 1\nexcept BlockingIOError: print(made)\nsignal.pause()"
+    )
+    process = start(cgroup, script)
+    with ending(process):
+        assert read_line(process) == "3"
+        assert cgroup.pids_current() == 4
+        assert len(cgroup.processes()) == 4
+        await end(cgroup)
+
+
+async def test_usage_is_counted(cgroup: Cgroup) -> None:
+    script = (
+        "import sys, time\nkept = bytearray(b'x' * (32 << 20))\nend = time.process_time() + 0.1\n"
+        "while time.process_time() < end: pass\nprint('ready')\nsys.stdin.read()"
+    )
+    process = start(cgroup, script)
+    with ending(process):
+        assert read_line(process) == "ready"
+        assert 32 * MIB < cgroup.memory_bytes_current() < 96 * MIB
+        assert cgroup.memory_bytes_peak() >= cgroup.memory_bytes_current() - MIB
+        assert 0.1 <= cgroup.cpu_usage_s() < 10
+        assert cgroup.pids_current() == 1
+        assert cgroup.oom_kills() == 0
+        await end(cgroup)
+
+
+async def test_killing_a_command_reaches_its_daemons_and_nothing_else(cgroup: Cgroup) -> None:
+    directory = cgroup.create_exec("7")
+    bystander, command = start(cgroup, IDLE), start_exec(cgroup, directory, DAEMON)
+    os.close(directory)
+    with ending(bystander, command):
+        daemon = int(read_line(command))
+        assert await ended(command) == 0
+        assert cgroup.exec_processes("7") == [daemon]
+        assert cgroup.exec_populated("7")
+        assert not cgroup.remove_exec("7"), "a command that still runs was removed"
+        pidfd = os.pidfd_open(daemon)
+        cgroup.kill_exec("7")
+        await readable(pidfd)
+        os.close(pidfd)
+        assert not cgroup.exec_populated("7")
+        assert cgroup.remove_exec("7")
+        assert read_line(bystander) == "ready"
+        assert bystander.poll() is None
+        await end(cgroup)
+
+
+async def test_processes_of_commands_belong_to_the_sandbox(cgroup: Cgroup) -> None:
+    directory = cgroup.create_exec("1")
+    command = start_exec(cgroup, directory, IDLE)
+    os.close(directory)
+    with ending(command):
+        assert read_line(command) == "ready"
+        assert cgroup.processes() == [command.pid]
+        assert not cgroup.remove(), "a sandbox with a running command was removed"
+        cgroup.kill()
+        assert await ended(command) == -signal.SIGKILL
+        await cgroup.remove_when_empty()
+
+
+async def test_a_gone_command_is_empty_and_may_be_ended_twice(cgroup: Cgroup) -> None:
+    cgroup.kill_exec("never")
+    assert cgroup.exec_processes("never") == []
+    assert not cgroup.exec_populated("never")
+    assert cgroup.remove_exec("never")
+    assert cgroup.remove()
+
+
+async def test_an_exec_id_in_use_is_a_conflict(cgroup: Cgroup) -> None:
+    os.close(cgroup.create_exec("1"))
+    with pytest.raises(DsecError) as caught:
+        cgroup.create_exec("1")
+    assert caught.value.code is ErrorCode.CONFLICT
+    assert cgroup.remove()
+    with pytest.raises(DsecError) as caught:
+        cgroup.create_exec("2")
+    assert caught.value.code is ErrorCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("delegated", [True, False])
+async def test_only_a_delegated_user_starts_commands(cgroup: Cgroup, *, delegated: bool) -> None:
+    if delegated:
+        cgroup.delegate_exec(BASE_UID)
+    directory = cgroup.create_exec("1")
+    child = os.fork()
+    if child == 0:
+        os._exit(_start_as_base_user(cgroup, directory))
+    os.close(directory)
+    code = exit_code_of(child)
+    assert code == (0 if delegated else 13)
+    await end(cgroup)
+
+
+async def test_a_delegated_user_cannot_raise_a_limit(cgroup: Cgroup) -> None:
+    cgroup.delegate_exec(BASE_UID)
+    directory = os.open(f"/proc/self/fd/{cgroup.unified_directory_fd}", os.O_RDONLY)
+    child = os.fork()
+    if child == 0:
+        os.setresuid(BASE_UID, BASE_UID, BASE_UID)
+        names = [entry.name for entry in os.scandir(directory) if entry.is_file()]
+        writable = [name for name in names if os.access(name, os.W_OK, dir_fd=directory)]
+        os._exit(0 if writable == ["cgroup.procs"] else 1)
+    os.close(directory)
+    assert exit_code_of(child) == 0
+    await end(cgroup)
+
+
+async def test_a_frozen_sandbox_stands_still_until_thawed(cgroup: Cgroup) -> None:
+    echo = "import sys\nfor line in sys.stdin: print(line, end='')"
+    process = start(cgroup, echo)
+    with ending(process):
+        assert process.stdin is not None
+        await cgroup.freeze()
+        used = cgroup.cpu_usage_s()
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        assert cgroup.cpu_usage_s() == used
+        cgroup.thaw()
+        assert read_line(process) == "hello"
+        await end(cgroup)
+
+
+async def test_a_frozen_sandbox_can_be_killed(cgroup: Cgroup) -> None:
+    process = start(cgroup, IDLE)
+    with ending(process):
+        await cgroup.freeze()
+        cgroup.kill()
+        assert await ended(process) == -signal.SIGKILL
+        await cgroup.remove_when_empty()
+
+
+async def test_freezing_a_gone_sandbox_is_not_found(cgroup: Cgroup) -> None:
+    assert cgroup.remove()
+    with pytest.raises(DsecError) as caught:
+        await cgroup.freeze()
+    assert caught.value.code is ErrorCode.NOT_FOUND
+
+
+async def test_removal_waits_for_the_last_process(cgroup: Cgroup) -> None:
+    process = start(cgroup, IDLE)
+    with ending(process):
+        assert not cgroup.remove()
+        with pytest.raises(DsecError) as caught:
+            await cgroup.remove_when_empty(timeout_s=0.02)
+        assert caught.value.code is ErrorCode.TIMEOUT
+        cgroup.kill()
+        assert await ended(process) == -signal.SIGKILL
+        await cgroup.remove_when_empty()
+    assert cgroup.remove()
+    cgroup.kill()
+    assert cgroup.processes() == []
+    assert not cgroup.populated()
+
+
+async def test_a_new_driver_finds_and_ends_what_a_crash_left(driver: CgroupDriver) -> None:
+    crashed = open_driver(detect_layout(), NODE)
+    cgroup = crashed.create("orphan", LIMITS)
+    process = start(cgroup, IDLE)
+    cgroup.close_descriptors()
+    crashed.create("empty", LIMITS).close_descriptors()
+    with ending(process):
+        assert driver.leftovers() == ["empty", "orphan"]
+        orphan = driver.adopt("orphan")
+        assert orphan.processes() == [process.pid]
+        orphan.kill()
+        assert await ended(process) == -signal.SIGKILL
+        await orphan.remove_when_empty()
+        await driver.adopt("empty").remove_when_empty()
+    assert driver.leftovers() == []
+    crashed.adopt("orphan").remove()
+    crashed.close()
+
+
+async def test_a_sandbox_that_exists_is_a_conflict_and_is_left_alone(
+    driver: CgroupDriver, cgroup: Cgroup
+) -> None:
+    process = start(cgroup, IDLE)
+    with ending(process):
+        with pytest.raises(DsecError) as caught:
+            driver.create("sandbox", LIMITS)
+        assert caught.value.code is ErrorCode.CONFLICT
+        assert cgroup.processes() == [process.pid]
+        assert driver.leftovers() == ["sandbox"]
+        await end(cgroup)
+
+
+def test_a_failed_creation_leaves_nothing(driver: CgroupDriver) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Each pass fails one descriptor later, until the creation has enough.
+    failures = 0
+    for spare in range(12):
+        limit = lowest_free_descriptor() + spare
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            assert driver.create("short", LIMITS).remove()
+            break
+        except DsecError as error:
+            failures += 1
+            assert error.code is ErrorCode.EXHAUSTED  # noqa: PT017  the success ends the loop
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert driver.leftovers() == []
+    assert failures >= 2
+
+
+def test_a_living_sandbox_holds_at_most_one_descriptor(driver: CgroupDriver) -> None:
+    before = open_descriptors()
+    cgroups = [driver.create(f"s{number}", LIMITS) for number in range(50)]
+    for cgroup in cgroups:
+        cgroup.close_descriptors()
+    assert open_descriptors() - before <= 50
+    assert all(cgroup.remove() for cgroup in cgroups)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "a b", "a.b", "-a", "*", "x" * 65])
+def test_a_name_that_could_leave_its_directory_is_invalid(driver: CgroupDriver, name: str) -> None:
+    with pytest.raises(DsecError) as caught:
+        driver.create(name, LIMITS)
+    assert caught.value.code is ErrorCode.INVALID
+    with pytest.raises(DsecError) as caught:
+        driver.adopt(name)
+    assert caught.value.code is ErrorCode.INVALID
+    with pytest.raises(DsecError) as caught:
+        driver.adopt("sandbox").kill_exec(name)
+    assert caught.value.code is ErrorCode.INVALID
+    with pytest.raises(DsecError) as caught:
+        open_driver(detect_layout(), name)
+    assert caught.value.code is ErrorCode.INVALID
+
+
+def _start_as_base_user(cgroup: Cgroup, directory_fd: int) -> int:
+    """Start an empty command as PID 1 would; return 0, or the errno that refused it."""
+    try:
+        enter(cgroup, cgroup.unified_directory_fd)
+        os.setresuid(BASE_UID, BASE_UID, BASE_UID)
+        child = clone_into(directory_fd)
+        if child == 0:
+            os._exit(0 if "/exec-1" in memberships(os.getpid()) else 99)
+        return exit_code_of(child)
+    except OSError as error:
+        return error.errno or 98

@@ -140,6 +140,7 @@ class ReplyInbox:
                     f"the connection to NATS was lost while waiting for {waiting.subject}; the "
                     "request may have been carried out",
                     subject=waiting.subject,
+                    may_have_happened=True,
                 )
             )
 

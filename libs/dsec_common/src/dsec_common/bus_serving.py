@@ -143,6 +143,7 @@ class Served(Generic[MessageT]):
                     ErrorCode.UNAVAILABLE,
                     f"{self.subject}: the service stopped before the request was done; try again",
                     retry_after_s=1.0,
+                    details={"may_have_happened": True},
                 ),
             )
             raise

@@ -1,0 +1,80 @@
+"""What only the hybrid backend has: limits in v1 hierarchies beside the v2 directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from dsec_common.errors import DsecError, ErrorCode
+from dsec_sandboxd.kernel.cgroups import CgroupLimits, detect_layout
+from dsec_sandboxd.kernel.cgroups_v1 import HybridDriver
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LAYOUT = detect_layout()
+NODE = f"hybrid-{os.getpid()}"
+LIMITS = CgroupLimits(memory_bytes=64 << 20, cpus=1.5, pids=32)
+
+pytestmark = pytest.mark.skipif(LAYOUT.mode != "hybrid", reason="this host has no v1 controllers")
+
+
+@pytest.fixture
+def driver() -> Iterator[HybridDriver]:
+    driver = HybridDriver(LAYOUT, NODE)
+    yield driver
+    assert driver.leftovers() == []
+    driver.close()
+
+
+def read(directory: str, name: str) -> str:
+    return (Path(directory) / name).read_text().strip()
+
+
+def test_every_limit_is_in_force_in_the_kernel(driver: HybridDriver) -> None:
+    cgroup = driver.create("one", LIMITS)
+    assert read(cgroup.v1["memory"], "memory.limit_in_bytes") == str(64 << 20)
+    assert read(cgroup.v1["memory"], "memory.memsw.limit_in_bytes") == str(64 << 20)
+    assert read(cgroup.v1["cpu"], "cpu.shares") == "1536"
+    assert read(cgroup.v1["cpu"], "cpu.cfs_quota_us") == "-1"
+    assert read(cgroup.v1["pids"], "pids.max") == "32"
+    assert cgroup.remove()
+
+
+def test_a_quota_is_set_only_when_asked_for(driver: HybridDriver) -> None:
+    limits = CgroupLimits(memory_bytes=64 << 20, cpus=0.5, pids=32, cpu_quota=True)
+    cgroup = driver.create("capped", limits)
+    assert read(cgroup.v1["cpu"], "cpu.cfs_quota_us") == "50000"
+    assert read(cgroup.v1["cpu"], "cpu.cfs_period_us") == "100000"
+    assert cgroup.remove()
+
+
+@pytest.mark.parametrize("controller", ["memory", "cpu", "pids"])
+def test_a_leftover_in_one_tree_is_found_and_fails_a_creation_whole(
+    driver: HybridDriver, controller: str
+) -> None:
+    (LAYOUT.v1[controller] / f"dsec-{NODE}" / "half").mkdir()
+    assert driver.leftovers() == ["half"]
+    with pytest.raises(DsecError) as caught:
+        driver.create("half", LIMITS)
+    assert caught.value.code is ErrorCode.CONFLICT
+    assert [path.parent.parent.name for path in Path("/sys/fs/cgroup").glob(f"*/*{NODE}/half")] == [
+        controller
+    ]
+    assert driver.adopt("half").remove()
+
+
+def test_the_nodes_directories_stay_while_a_sandbox_lives_and_go_after_it() -> None:
+    driver = HybridDriver(LAYOUT, NODE)
+    cgroup = driver.create("last", LIMITS)
+    cgroup.close_descriptors()
+    driver.close()
+    later = HybridDriver(LAYOUT, NODE)
+    assert later.leftovers() == ["last"]
+    assert later.adopt("last").remove()
+    later.close()
+    later.close()
+    assert not list(Path("/sys/fs/cgroup").glob(f"*/dsec-{NODE}"))

@@ -1,0 +1,123 @@
+"""A directory as a tar stream, made while it is being sent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat as stat_bits
+import tarfile
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, Final
+
+from dsec_common.errors import invalid
+
+_QUEUE_PIECES: Final = 16
+#: The largest owner id that a sandbox can show: it has this many ids.
+_IDS: Final = 65_536
+
+
+class _Abandoned(Exception):  # noqa: N818  no error: nobody reads the stream any more
+    """Ends the writing thread."""
+
+
+class _PieceWriter:
+    """The file that ``tarfile`` writes to in its thread: whole pieces go to the loop's queue."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[bytes], piece_bytes: int
+    ) -> None:
+        self._loop = loop
+        self._queue = queue
+        self._piece_bytes = piece_bytes
+        self._buffer = bytearray()
+        self.abandoned = False
+
+    def write(self, data: bytes) -> int:
+        self._buffer += data
+        while len(self._buffer) >= self._piece_bytes:
+            self._put(bytes(self._buffer[: self._piece_bytes]))
+            del self._buffer[: self._piece_bytes]
+        return len(data)
+
+    def finish(self) -> None:
+        if self._buffer:
+            self._put(bytes(self._buffer))
+
+    def _put(self, piece: bytes) -> None:
+        if self.abandoned:
+            raise _Abandoned
+        # Waits while the queue is full: the disk is read no faster than the wire takes it.
+        asyncio.run_coroutine_threadsafe(self._queue.put(piece), self._loop).result()
+
+
+def tree_size_bytes(directory: Path) -> int:
+    """Return the bytes of all regular files below ``directory``: what a progress bar counts to."""
+    total = 0
+    for root, _, names in os.walk(directory):
+        for name in names:
+            status = (Path(root) / name).lstat()
+            if stat_bits.S_ISREG(status.st_mode):
+                total += status.st_size
+    return total
+
+
+def _own(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Give what nobody in a sandbox could own to root, and forget names: ids are what counts."""
+    member.uid = member.uid if member.uid < _IDS else 0
+    member.gid = member.gid if member.gid < _IDS else 0
+    member.uname = member.gname = ""
+    return member
+
+
+def _write_tree(directory: Path, archive: tarfile.TarFile, prefix: str = "") -> None:
+    # Sorted, so that the same tree is the same stream.
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        name = f"{prefix}{entry.name}"
+        archive.add(entry.path, name, recursive=False, filter=_own)
+        if entry.is_dir(follow_symlinks=False):
+            _write_tree(Path(entry.path), archive, f"{name}/")
+
+
+def _write_archive(directory: Path, writer: _PieceWriter) -> None:
+    stream: Any = writer  # tarfile asks for a whole file object; a stream is only written to
+    with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        _write_tree(directory, archive)
+    writer.finish()
+
+
+async def tar_pieces(directory: Path, piece_bytes: int) -> AsyncGenerator[bytes, None]:
+    """Yield the tree below ``directory`` as one tar archive, in pieces of ``piece_bytes``.
+
+    Modes, times, hard links, symbolic links and owners are kept; an owner id that no sandbox has
+    (65,536 and above) becomes root. Sockets are left out. Nothing is written to disk.
+
+    Raises:
+        DsecError: ``invalid`` when it is no directory, or a file cannot be read or changes size.
+    """
+    if not directory.is_dir():  # noqa: ASYNC240  one stat before a whole tree is read
+        raise invalid(f"{directory} is not a directory")
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[bytes] = asyncio.Queue(_QUEUE_PIECES)
+    writer = _PieceWriter(loop, queue, piece_bytes)
+    work = asyncio.ensure_future(asyncio.to_thread(_write_archive, directory, writer))
+    work.add_done_callback(lambda _: queue.put_nowait(b"") if not queue.full() else None)
+    try:
+        while not (work.done() and queue.empty()):
+            if piece := await queue.get():
+                yield piece
+        try:
+            await work
+        except OSError as error:
+            raise invalid(
+                f"cannot read {error.filename or directory}: {error.strerror or error}"
+            ) from error
+    finally:
+        writer.abandoned = True
+        while not work.done():
+            # Frees a writer that waits for room, so that its thread ends.
+            while not queue.empty():
+                queue.get_nowait()
+            await asyncio.sleep(0)
+        if not work.cancelled():
+            work.exception()

@@ -1,0 +1,90 @@
+"""The SDK's way to ask: one bus, one project, and the one rule for when to ask again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Final
+
+from dsec_common.bus import Bus
+from dsec_common.bus_types import ReplyT
+from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.wire.base import Message
+
+ATTEMPTS_MAX: Final = 5
+_FIRST_WAIT_S: Final = 0.1
+_WAIT_MAX_S: Final = 2.0
+#: A refusal with one of these codes says that nothing was done.
+_NOTHING_DONE: Final = frozenset({ErrorCode.EXHAUSTED, ErrorCode.UNAVAILABLE})
+#: The bus sets it on errors that leave open whether the request was carried out.
+MAY_HAVE_HAPPENED: Final = "may_have_happened"
+
+
+def may_ask_again(error: DsecError, *, repeatable: bool) -> bool:
+    """Return whether the same request may be sent once more after ``error``.
+
+    A request that must not run twice (``repeatable`` false) is sent again only when the answer
+    says that nothing was done; a lost connection or a timeout leaves that open.
+    """
+    if not error.retryable:
+        return False
+    if repeatable:
+        return True
+    return error.code in _NOTHING_DONE and not error.details.get(MAY_HAVE_HAPPENED, False)
+
+
+def wait_before(attempt: int, error: DsecError) -> float:
+    """Return the seconds to wait before the next attempt: what the server says, else growing."""
+    wait_s = error.retry_after_s or min(_FIRST_WAIT_S * 2**attempt, _WAIT_MAX_S)
+    # Many clients are refused at the same moment and must not all come back at the same one.
+    return wait_s * random.uniform(0.75, 1.25)  # noqa: S311  spread, not a secret
+
+
+class Channel:
+    """A connected bus and the project that its credentials belong to."""
+
+    def __init__(self, bus: Bus, project: str, kafka_bootstrap: str = "") -> None:
+        self.bus = bus
+        self.project = project
+        self.kafka_bootstrap = kafka_bootstrap
+
+    async def ask(
+        self,
+        subject: str,
+        message: Message,
+        reply_type: type[ReplyT],
+        *,
+        timeout_s: float,
+        repeatable: bool = False,
+        attempts_max: int = ATTEMPTS_MAX,
+    ) -> ReplyT:
+        """Return the reply to ``message``, asking again where that cannot do a thing twice.
+
+        Args:
+            subject: from ``subjects.py``.
+            message: the body.
+            reply_type: what the reply decodes as.
+            timeout_s: for all attempts together.
+            repeatable: the request may be carried out twice without harm.
+            attempts_max: how often to ask at most.
+
+        Raises:
+            DsecError: the last attempt's error.
+        """
+        deadline = time.monotonic() + timeout_s
+        attempt = 0
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.001)
+            try:
+                return await self.bus.request(subject, message, reply_type, timeout_s=left_s)
+            except DsecError as error:
+                attempt += 1
+                wait_s = wait_before(attempt, error)
+                if (
+                    attempt >= attempts_max
+                    or time.monotonic() + wait_s >= deadline
+                    or not may_ask_again(error, repeatable=repeatable)
+                ):
+                    raise
+            await asyncio.sleep(wait_s)

@@ -1,0 +1,210 @@
+"""The trainer's side of rollouts: stages come in order, each gets its feedback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from dsec.channel import Channel
+from dsec_common import subjects
+from dsec_common.errors import DsecError
+from dsec_common.subjects import ScopedId
+from dsec_common.wire.base import new_id
+from dsec_common.wire.rollout import (
+    CloseRollout,
+    FeedbackAccepted,
+    InspectRollout,
+    NextStages,
+    OpenRollout,
+    RolloutInfo,
+    RolloutOpened,
+    RolloutState,
+    SendFeedback,
+    StageBatch,
+    StageReport,
+)
+
+_TIMEOUT_S: Final = 30.0
+#: The owner of a shard may change while we wait; a request is answered this much later at most.
+_MARGIN_S: Final = 10.0
+_ATTEMPTS: Final = 20
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """One report of the process in the sandbox, waiting for its feedback.
+
+    Attributes:
+        rollout: where it belongs.
+        seq: its number, from 1.
+        name: what stage the process says it has reached.
+        payload: any JSON value.
+        sandbox_id: the sandbox that reported.
+    """
+
+    rollout: Rollout
+    seq: int
+    name: str
+    payload: Any
+    sandbox_id: str
+
+    async def reply(
+        self, payload: Any = None, *, reward: float | None = None, done: bool = False
+    ) -> None:
+        """Answer this report; see :meth:`Rollout.feedback`."""
+        await self.rollout.feedback(self.seq, payload, reward=reward, done=done)
+
+
+class Rollout:
+    """A rollout's handle. It holds no state but numbers: another process may go on with the id.
+
+    Attributes:
+        id: ``<shard>.<local>``; given to ``create_sandbox(rollout_id=…)``.
+    """
+
+    def __init__(self, channel: Channel, rollout_id: str) -> None:
+        self._channel = channel
+        self._scoped = ScopedId.parse(rollout_id, "rollout id")
+        self.id = rollout_id
+
+    def __repr__(self) -> str:
+        return f"Rollout({self.id!r})"
+
+    def _subject(self, verb: str) -> str:
+        return subjects.rollout(self._channel.project, self._scoped, verb)
+
+    async def next(
+        self, after_seq: int = 0, *, wait_s: float = 30.0, limit: int = 64
+    ) -> StageBatch:
+        """Return the reports after ``after_seq``, waiting up to ``wait_s`` for the first.
+
+        The same call twice gives the same reports: nothing is consumed by reading.
+        """
+        return await self._channel.ask(
+            self._subject("next"),
+            NextStages(after_seq=after_seq, wait_s=wait_s, limit=limit),
+            StageBatch,
+            timeout_s=wait_s + _MARGIN_S,
+            repeatable=True,
+            attempts_max=_ATTEMPTS,
+        )
+
+    async def stages(
+        self, *, after_seq: int = 0, wait_s: float = 30.0, patience_s: float = 120.0
+    ) -> AsyncIterator[Stage]:
+        """Yield every report after ``after_seq`` in order, until the rollout is closed.
+
+        It goes on by sequence number after a lost connection or a change of the shard's owner, so
+        no report is missed and none comes twice.
+
+        Args:
+            after_seq: the last report that the caller has dealt with.
+            wait_s: how long one request to Chronus waits.
+            patience_s: how long Chronus may be unreachable before the error is raised.
+        """
+        failing_since = 0.0
+        while True:
+            try:
+                batch = await self.next(after_seq, wait_s=wait_s)
+            except DsecError as error:
+                now = time.monotonic()
+                failing_since = failing_since or now
+                if not error.retryable or now - failing_since > patience_s:
+                    raise
+                continue
+            failing_since = 0.0
+            for report in batch.reports:
+                after_seq = report.seq
+                yield self._stage(report)
+            if not batch.reports and batch.state is RolloutState.CLOSED:
+                return
+
+    def _stage(self, report: StageReport) -> Stage:
+        return Stage(
+            rollout=self,
+            seq=report.seq,
+            name=report.stage,
+            payload=report.payload,
+            sandbox_id=report.sandbox_id,
+        )
+
+    async def feedback(
+        self, seq: int, payload: Any = None, *, reward: float | None = None, done: bool = False
+    ) -> bool:
+        """Answer report ``seq``; return False when the same feedback was already there.
+
+        Args:
+            seq: the report's number.
+            payload: any JSON value, at most 256 KiB.
+            reward: this step's reward.
+            done: tells the agent to stop.
+
+        Raises:
+            DsecError: ``conflict`` when the report has other feedback already, ``invalid`` when
+                there is no such report or the payload is too large, ``expired`` when closed.
+        """
+        reply = await self._channel.ask(
+            self._subject("feedback"),
+            SendFeedback(seq=seq, payload=payload, reward=reward, done=done),
+            FeedbackAccepted,
+            timeout_s=_TIMEOUT_S,
+            # Known again by its number and content.
+            repeatable=True,
+            attempts_max=_ATTEMPTS,
+        )
+        return not reply.duplicate
+
+    async def inspect(self) -> RolloutInfo:
+        """Return the rollout's state, its newest numbers and its total reward."""
+        return await self._channel.ask(
+            self._subject("inspect"),
+            InspectRollout(),
+            RolloutInfo,
+            timeout_s=_TIMEOUT_S,
+            repeatable=True,
+            attempts_max=_ATTEMPTS,
+        )
+
+    async def close(self) -> RolloutInfo:
+        """Close it: it takes no more reports or feedback. Closing twice is closing once."""
+        return await self._channel.ask(
+            self._subject("close"),
+            CloseRollout(),
+            RolloutInfo,
+            timeout_s=_TIMEOUT_S,
+            repeatable=True,
+            attempts_max=_ATTEMPTS,
+        )
+
+
+class Rollouts:
+    """The project's rollouts."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def open(
+        self, *, labels: Mapping[str, str] | None = None, idempotency_key: str = ""
+    ) -> Rollout:
+        """Open a rollout and return its handle.
+
+        Args:
+            labels: the caller's own.
+            idempotency_key: the same key returns the same rollout.
+        """
+        reply = await self._channel.ask(
+            subjects.rollout_open(self._channel.project),
+            # A key of its own makes it safe to ask again: the journal is written anyway.
+            OpenRollout(labels=dict(labels or {}), idempotency_key=idempotency_key or new_id()),
+            RolloutOpened,
+            timeout_s=_TIMEOUT_S,
+            repeatable=True,
+            attempts_max=_ATTEMPTS,
+        )
+        return Rollout(self._channel, reply.rollout_id)
+
+    def get(self, rollout_id: str) -> Rollout:
+        """Return the handle of a rollout by its id; nothing is asked."""
+        return Rollout(self._channel, rollout_id)

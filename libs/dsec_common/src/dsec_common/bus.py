@@ -250,6 +250,16 @@ class Bus:
         raise_service_error(reply.headers, reply.data)
         return decode(reply.data, reply_type, content_type_of(reply.headers))
 
+    async def request_raw(
+        self, subject: str, body: bytes, *, timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
+    ) -> bytes:
+        """Send bytes that are no message of ours and return the reply's; for NATS's own services.
+
+        Raises:
+            DsecError: ``unavailable``, ``timeout``, ``denied`` or ``invalid``.
+        """
+        return bytes((await self._inbox.request(subject, body, None, timeout_s)).data)
+
     async def publish(
         self, subject: str, message: Message, *, headers: Mapping[str, str] | None = None
     ) -> None:

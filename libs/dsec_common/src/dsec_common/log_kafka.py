@@ -45,6 +45,7 @@ class KafkaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         bootstrap_servers: ``host:port``, several with commas between.
         partitions: of a topic that is missing and is made.
         replication_factor: of such a topic; -1 takes the broker's own default.
+        retention_s: how long such a topic keeps its records; 0 takes the broker's own default.
         request_timeout_s: after this long without an answer the connection is made anew.
         security_protocol: ``PLAINTEXT``, ``SSL``, ``SASL_PLAINTEXT`` or ``SASL_SSL``.
         sasl_mechanism: ``PLAIN``, ``SCRAM-SHA-256`` or ``SCRAM-SHA-512``.
@@ -56,6 +57,7 @@ class KafkaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bootstrap_servers: str
     partitions: int = 8
     replication_factor: int = 1
+    retention_s: int = 0
     request_timeout_s: float = 10.0
     security_protocol: str = "PLAINTEXT"
     sasl_mechanism: str = "PLAIN"
@@ -113,7 +115,7 @@ async def ensure_topics(config: KafkaConfig, topics: Iterable[str]) -> None:
                     topic,
                     config.partitions,
                     config.replication_factor,
-                    topic_configs={"max.message.bytes": str(_TOPIC_MAX_MESSAGE_BYTES)},
+                    topic_configs=_topic_settings(config),
                 )
                 for topic in sorted(missing)
             ]
@@ -129,6 +131,34 @@ async def ensure_topics(config: KafkaConfig, topics: Iterable[str]) -> None:
                     "or allow this client to.",
                     details={"topic": topic},
                 )
+    finally:
+        await admin.close()
+
+
+def _topic_settings(config: KafkaConfig) -> dict[str, str]:
+    settings = {"max.message.bytes": str(_TOPIC_MAX_MESSAGE_BYTES)}
+    if config.retention_s:
+        settings["retention.ms"] = str(config.retention_s * 1000)
+    return settings
+
+
+async def is_ready(config: KafkaConfig) -> bool:
+    """Whether Kafka answers and has a broker that takes requests.
+
+    Raises:
+        OSError: when nobody listens at its first address.
+    """
+    host, _, port = config.bootstrap_servers.split(",")[0].strip().rpartition(":")
+    # aiokafka logs every refused connection as an error; a plain one asks more quietly.
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
+    await writer.wait_closed()
+    admin = AIOKafkaAdminClient(**config.connection())
+    try:
+        await admin.start()
+        return bool((await admin.describe_cluster())["brokers"])
+    except KAFKA_FAILURES:
+        return False
     finally:
         await admin.close()
 

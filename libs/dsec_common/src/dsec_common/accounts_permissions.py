@@ -27,8 +27,8 @@ RESPONSE_THRESHOLD_S: Final = 3600.0
 #: The streams that each role owns; a bucket is the stream ``KV_<bucket>``. Nobody else reaches
 #: them, so a new one needs its line here.
 OWNED_STREAMS: Final[dict[str, tuple[str, ...]]] = {
-    "broker": ("KV_broker-nodes", "KV_broker-leases", "KV_broker-quotas"),
-    "scheduler": ("scheduler-queue", "KV_scheduler-requests", "KV_scheduler-agents"),
+    "broker": ("KV_dsec-nodes",),
+    "scheduler": ("DSEC_QUEUE", "DSEC_EVENTS", "KV_dsec-idempotency"),
     "chronus": (
         "chronus-journal",
         "KV_chronus-shards",
@@ -43,6 +43,8 @@ _PUBLISHES: Final[dict[str, tuple[str, ...]]] = {
     "scheduler": (
         f"{ROOT}.{SYSTEM}.node.*.*",
         f"{ROOT}.{SYSTEM}.lease.*",
+        # Asked only when a node's answer got lost: did the sandbox come to life?
+        f"{ROOT}.*.sandbox.*.*.inspect",
         f"{ROOT}.*.evt.request.>",
     ),
     "chronus": (

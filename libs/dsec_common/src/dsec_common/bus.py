@@ -7,33 +7,27 @@ how many run, and the order in which all of it stops; services never touch the N
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
 from typing import Any, Final, Self
 
-import msgspec
 import nats.errors
 import structlog
-from nats.aio.client import Client
 
+from dsec_common.bus_connection import Connection
 from dsec_common.bus_discovery import Discovery
 from dsec_common.bus_headers import (
-    UserClaims,
     current_traceparent,
     error_headers,
-    inbox_prefix_of,
     outgoing,
     raise_service_error,
 )
 from dsec_common.bus_kv import Entry, KeyValue
-from dsec_common.bus_requests import ReplyInbox, to_dsec_error
+from dsec_common.bus_requests import to_dsec_error
 from dsec_common.bus_serving import EventSubscription, ReplyGuard, Served
 from dsec_common.bus_streams import Consumer, Streams
 from dsec_common.bus_types import (
-    SERVICE_INBOX_PREFIX,
     BusConfig,
     EventHandler,
     Handler,
@@ -45,7 +39,7 @@ from dsec_common.bus_types import (
     StreamSpec,
     content_type_of,
 )
-from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
+from dsec_common.errors import DsecError, ErrorCode, invalid
 from dsec_common.wire.base import MSGPACK, ErrorReply, Message, decode, encode
 
 __all__ = [
@@ -68,10 +62,6 @@ _log: Final = structlog.get_logger(__name__)
 
 DEFAULT_REQUEST_TIMEOUT_S: Final = 5.0
 DEFAULT_DRAIN_TIMEOUT_S: Final = 10.0
-#: How often a wait for an absent server says so again.
-_REPEAT_LOG_S: Final = 10.0
-#: Published while disconnected: kept up to this size and sent when the server is back.
-_OUTBOUND_BUFFER_BYTES: Final = 8 * 1024 * 1024
 
 
 class Bus:
@@ -81,23 +71,17 @@ class Bus:
     It reconnects for ever; subscriptions, streams and consumers come back by themselves.
     """
 
-    def __init__(self, config: BusConfig) -> None:
-        self.config = config
-        self._client = Client()
-        self._guard = ReplyGuard(config.reply_prefixes)
+    def __init__(self, connection: Connection) -> None:
+        self.config = connection.config
+        self._connection = connection
+        self._client = connection.client
+        self._inbox = connection.inbox
+        self._guard = ReplyGuard(connection.config.reply_prefixes)
+        self._streams = Streams(self._client, self._inbox, self._guard)
+        connection.on_reconnect.append(self._streams.reconnected)
         self._served: list[Served[Any]] = []
         self._events: list[EventSubscription[Any]] = []
-        self._on_disconnect: list[Callable[[], None]] = []
-        self._on_reconnect: list[Callable[[], None]] = []
-        self._closing = False
-        self._connecting_since = 0.0
-        self._last_error = ""
-        self._last_logged_at = 0.0
-        self._inbox: ReplyInbox
-        self._streams: Streams
         self._discovery: Discovery | None = None
-
-    # --- The connection -----------------------------------------------------------------------
 
     @classmethod
     async def connect(cls, config: BusConfig) -> Bus:
@@ -108,115 +92,22 @@ class Bus:
                 ``denied`` when one refused the credentials all that time, ``invalid`` when the
                 credentials file cannot be read.
         """
-        bus = cls(config)
-        await bus._connect()
-        return bus
-
-    async def _connect(self) -> None:
-        prefix = self.config.inbox_prefix or _inbox_prefix_in(self.config.credentials_path)
-        timeout_s = self.config.connect_timeout_s or None
-        self._connecting_since = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._client.connect(
-                    servers=list(self.config.servers),
-                    name=self.config.name,
-                    user_credentials=self.config.credentials_path or None,
-                    inbox_prefix=prefix,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=self.config.reconnect_wait_s,  # type: ignore[arg-type]
-                    connect_timeout=2,
-                    ping_interval=10,
-                    pending_size=_OUTBOUND_BUFFER_BYTES,
-                    error_cb=self._on_error,
-                    disconnected_cb=self._disconnected,
-                    reconnected_cb=self._reconnected,
-                    closed_cb=self._closed,
-                )
-        except TimeoutError as error:
-            await self._abandon()
-            raise self._connect_error() from error
-        except BaseException:
-            await self._abandon()
-            raise
-        if self._last_error:
-            _log.info("NATS is there", servers=self.config.servers)
-        self._last_error = ""
-        self._inbox = ReplyInbox(self._client, prefix)
-        await self._inbox.open()
-        self._streams = Streams(self._client, self._inbox, self._guard)
-
-    async def _abandon(self) -> None:
-        self._closing = True
-        with contextlib.suppress(Exception):
-            await self._client.close()
-
-    def _connect_error(self) -> DsecError:
-        servers = ", ".join(self.config.servers)
-        if "authorization violation" in self._last_error.lower():
-            return DsecError(
-                ErrorCode.DENIED,
-                f"NATS at {servers} refuses the credentials {self.config.credentials_path!r}; use "
-                "the file that this server's operator signed",
-            )
-        return unavailable(
-            f"no NATS server at {servers} within {self.config.connect_timeout_s:g} s "
-            f"({self._last_error or 'no answer'}); start one or correct the address"
-        )
+        connection = Connection(config)
+        await connection.open()
+        return cls(connection)
 
     @property
     def connected(self) -> bool:
         """Whether the server is reachable now."""
-        return bool(self._client.is_connected)
+        return self._connection.connected
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` each time the connection is lost."""
-        self._on_disconnect.append(callback)
+        self._connection.on_disconnect.append(callback)
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` each time the connection is back, with all subscriptions."""
-        self._on_reconnect.append(callback)
-
-    async def _on_error(self, error: Exception) -> None:
-        text = str(error) or type(error).__name__
-        if isinstance(error, nats.errors.SlowConsumerError):
-            _log.error("messages were dropped: a handler is too slow", subject=error.subject)
-            return
-        if "permissions violation" in text.lower():
-            _log.warning("NATS refused", error=text)
-            if hasattr(self, "_inbox"):
-                self._inbox.permission_denied(text)
-            return
-        now = time.monotonic()
-        if text != self._last_error or now - self._last_logged_at > _REPEAT_LOG_S:
-            self._last_error, self._last_logged_at = text, now
-            _log.warning(
-                "waiting for NATS",
-                servers=self.config.servers,
-                error=text,
-                waited_s=round(now - self._connecting_since, 1),
-            )
-
-    async def _disconnected(self) -> None:
-        self._connecting_since = time.monotonic()
-        if not hasattr(self, "_inbox"):
-            return
-        self._inbox.connection_lost()
-        if not self._closing:
-            _log.warning("the connection to NATS is lost; reconnecting")
-        for callback in self._on_disconnect:
-            callback()
-
-    async def _reconnected(self) -> None:
-        _log.info("the connection to NATS is back", servers=self.config.servers)
-        self._last_error = ""
-        self._streams.reconnected()
-        for callback in self._on_reconnect:
-            callback()
-
-    async def _closed(self) -> None:
-        if not self._closing:
-            _log.error("NATS closed the connection for good", error=str(self._client.last_error))
+        self._connection.on_reconnect.append(callback)
 
     # --- Asking -------------------------------------------------------------------------------
 
@@ -549,44 +440,18 @@ class Bus:
 
     async def close(self) -> None:
         """Close at once; handlers are cancelled and what they would have answered is lost."""
-        self._closing = True
         await self._streams.finish(0.0)
         await asyncio.gather(
             *(served.finish(0.0) for served in self._served),
             *(events.finish(0.0) for events in self._events),
         )
-        await self._client.close()
-        # The client cancels its tasks without awaiting them; let them end before the loop may.
-        await asyncio.sleep(0)
+        await self._connection.close()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.drain()
-
-
-def _inbox_prefix_in(credentials_path: str) -> str:
-    """Return the inbox prefix that the user in this credentials file may subscribe to.
-
-    Raises:
-        DsecError: ``invalid`` when the file cannot be read or holds no user's JWT.
-    """
-    if not credentials_path:
-        return SERVICE_INBOX_PREFIX
-    try:
-        lines = Path(credentials_path).read_text(encoding="ascii").splitlines()
-        token = lines[lines.index("-----BEGIN NATS USER JWT-----") + 1]
-        body = token.split(".")[1]
-        claims = msgspec.json.decode(
-            base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)), type=UserClaims
-        )
-    except (OSError, ValueError, IndexError) as error:
-        raise invalid(
-            f"cannot read the credentials file {credentials_path} ({error}); it is the .creds file "
-            "of a project or a service"
-        ) from error
-    return inbox_prefix_of(claims.nats.sub.allow, "_INBOX")
 
 
 async def events_of(

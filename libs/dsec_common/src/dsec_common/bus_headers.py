@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Final
 
-import msgspec
-
 from dsec_common.bus_types import (
     REPLY_TO_HEADER,
     REPLY_TYPE_HEADER,
@@ -98,34 +96,3 @@ def handed_on_caller(headers: Mapping[str, str]) -> ReplyAddress | None:
     return ReplyAddress(
         subject, content_type_of({CONTENT_TYPE_HEADER: headers.get(REPLY_TYPE_HEADER, "")})
     )
-
-
-def inbox_prefix_of(allowed: tuple[str, ...], default: str) -> str:
-    """Return the inbox prefix that a user's subscribe permissions allow.
-
-    Args:
-        allowed: the patterns of the user's JWT.
-        default: what to take when they name no inbox.
-    """
-    for pattern in allowed:
-        if pattern.startswith("_INBOX") and pattern.endswith(".>"):
-            return pattern.removesuffix(".>")
-    return default
-
-
-class UserPermissions(msgspec.Struct, frozen=True):
-    """The part of a user's JWT that a client may want to read about itself."""
-
-    allow: tuple[str, ...] = ()
-
-
-class _UserSubscribe(msgspec.Struct, frozen=True):
-    sub: UserPermissions = UserPermissions()
-
-
-class UserClaims(msgspec.Struct, frozen=True):
-    """A user's JWT, as far as the client needs it."""
-
-    sub: str = ""
-    name: str = ""
-    nats: _UserSubscribe = _UserSubscribe()

@@ -104,6 +104,55 @@ async def end(cgroup: Cgroup) -> None:
     await cgroup.remove_when_empty()
 
 
+def limits_in_force(cgroup: Cgroup) -> dict[str, str]:
+    """Read back from the kernel, in the words of the tree that holds each limit."""
+    layout = detect_layout()
+    found = {}
+    for name in IN_FORCE[layout.mode]:
+        tree = layout.v1.get(name.partition(".")[0], layout.unified)
+        found[name] = (tree / f"dsec-{NODE}" / cgroup.local / name).read_text().strip()
+    return found
+
+
+IN_FORCE = {
+    "v2": {
+        "memory.max": str(96 * MIB),
+        "memory.swap.max": "0",
+        "memory.oom.group": "1",
+        "cpu.weight": "150",
+        "cpu.max": "max 100000",
+        "pids.max": "32",
+    },
+    "hybrid": {
+        "memory.limit_in_bytes": str(96 * MIB),
+        "memory.memsw.limit_in_bytes": str(96 * MIB),
+        "cpu.shares": "1536",
+        "cpu.cfs_quota_us": "-1",
+        "pids.max": "32",
+    },
+}
+QUOTA_IN_FORCE = {
+    "v2": {"cpu.max": "50000 100000", "cpu.weight": "50", "memory.oom.group": "0"},
+    "hybrid": {"cpu.cfs_quota_us": "50000", "cpu.shares": "512"},
+}
+
+
+async def test_every_limit_is_in_force_in_the_kernel(cgroup: Cgroup) -> None:
+    assert limits_in_force(cgroup) == IN_FORCE[detect_layout().mode]
+    assert cgroup.remove()
+
+
+async def test_a_quota_is_set_only_when_asked_for(driver: CgroupDriver) -> None:
+    limits = CgroupLimits(
+        memory_bytes=96 * MIB, cpus=0.5, pids=32, cpu_quota=True, end_all_on_oom=False
+    )
+    cgroup = driver.create("capped", limits)
+    in_force = limits_in_force(cgroup)
+    wanted = QUOTA_IN_FORCE[detect_layout().mode]
+    assert {name: in_force[name] for name in wanted} == wanted
+    assert cgroup.remove()
+
+
 async def test_a_process_enters_every_tree_by_the_descriptors(cgroup: Cgroup) -> None:
     process = start(cgroup, IDLE)
     with ending(process):

@@ -30,28 +30,6 @@ def driver() -> Iterator[HybridDriver]:
     driver.close()
 
 
-def read(directory: str, name: str) -> str:
-    return (Path(directory) / name).read_text().strip()
-
-
-def test_every_limit_is_in_force_in_the_kernel(driver: HybridDriver) -> None:
-    cgroup = driver.create("one", LIMITS)
-    assert read(cgroup.v1["memory"], "memory.limit_in_bytes") == str(64 << 20)
-    assert read(cgroup.v1["memory"], "memory.memsw.limit_in_bytes") == str(64 << 20)
-    assert read(cgroup.v1["cpu"], "cpu.shares") == "1536"
-    assert read(cgroup.v1["cpu"], "cpu.cfs_quota_us") == "-1"
-    assert read(cgroup.v1["pids"], "pids.max") == "32"
-    assert cgroup.remove()
-
-
-def test_a_quota_is_set_only_when_asked_for(driver: HybridDriver) -> None:
-    limits = CgroupLimits(memory_bytes=64 << 20, cpus=0.5, pids=32, cpu_quota=True)
-    cgroup = driver.create("capped", limits)
-    assert read(cgroup.v1["cpu"], "cpu.cfs_quota_us") == "50000"
-    assert read(cgroup.v1["cpu"], "cpu.cfs_period_us") == "100000"
-    assert cgroup.remove()
-
-
 @pytest.mark.parametrize("controller", ["memory", "cpu", "pids"])
 def test_a_leftover_in_one_tree_is_found_and_fails_a_creation_whole(
     driver: HybridDriver, controller: str

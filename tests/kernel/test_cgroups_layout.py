@@ -2,7 +2,8 @@
 
 Directories stand in for cgroup trees here, so that hosts unlike this one are covered. They show
 which files are read and written, with what text and in what order; they do not show that the kernel
-takes it. The contract suite shows that, for the backend that the host it runs on needs.
+takes it. The contract suite shows that, for the backend that its host needs; on a hybrid host,
+``tests/framework/pure_v2_guest.py`` runs it for the other one in an emulated machine.
 """
 
 from __future__ import annotations

@@ -132,6 +132,8 @@ def list_directories(path: str) -> list[str]:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise from_os_error("list", error, path) from error
 
 
 def read_processes(directory: str) -> list[int]:
@@ -260,6 +262,8 @@ class UnifiedCgroup:
         Idempotent. False means that a process is still ending: kill, and call again.
         """
         self.close_descriptors()
+        if remove_directory(self.directory):
+            return True
         for name in list_directories(self.directory):
             remove_directory(f"{self.directory}/{name}")
         return remove_directory(self.directory)

@@ -1,0 +1,217 @@
+"""Several broker cores around one bucket, with every message between them in the test's hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dsec_broker.config import BrokerConfig
+from dsec_broker.effects import Answer, DeleteRecord, Effect, ReadRecord, Refuse, WriteRecord
+from dsec_broker.events import (
+    Event,
+    GrantAsked,
+    HeartbeatSeen,
+    Moment,
+    RecordRead,
+    RecordSeen,
+    RecordWritten,
+    ReleaseAsked,
+    RenewAsked,
+    StoreFailed,
+    SweepDue,
+)
+from dsec_broker.record import NodeRecord
+from dsec_broker.state import BrokerState
+from dsec_common.errors import DsecError, unavailable
+from dsec_common.wire.base import Message
+from dsec_common.wire.node import Gpu, NodeHeartbeat
+
+START_S = 1_000_000.0
+
+
+def heartbeat(
+    node: str = "node-1",
+    *models: str,
+    sent_at: float = START_S,
+    lease_ids: tuple[str, ...] = (),
+    draining: bool = False,
+) -> NodeHeartbeat:
+    """Return a heartbeat of a node with GPUs of these models."""
+    gpus = tuple(Gpu(uuid=f"GPU-{number}", model=model) for number, model in enumerate(models))
+    return NodeHeartbeat(
+        node=node,
+        epoch="1",
+        gpus=gpus,
+        sent_at=sent_at,
+        lease_ids=lease_ids,
+        draining=draining,
+    )
+
+
+@dataclass
+class Bucket:
+    """A bucket with compare-and-swap, as JetStream keeps it."""
+
+    records: dict[str, tuple[NodeRecord, int]] = field(default_factory=dict)
+    revision: int = 0
+
+    def write(self, node: str, record: NodeRecord, expected: int) -> bool:
+        """Set the record if ``expected`` is its last revision; return whether it was."""
+        if self.records.get(node, (None, 0))[1] != expected:
+            return False
+        self.revision += 1
+        self.records[node] = (record, self.revision)
+        return True
+
+    def read(self, node: str) -> tuple[NodeRecord | None, int]:
+        """Return the record and its revision; None and 0 when nothing is there."""
+        return self.records.get(node, (None, 0))
+
+
+class Broker:
+    """One core. Its reads and writes wait in ``store`` until the test lets them happen."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.core = BrokerState(world.config)
+        self.store: list[WriteRecord | ReadRecord] = []
+        self.answers: dict[int, Message] = {}
+        self.refusals: dict[int, DsecError] = {}
+
+    def handle(self, event: Event) -> None:
+        """Feed one event and check the core's invariants."""
+        effects = self.core.handle(event)
+        self.core.validate_state()
+        for effect in effects:
+            self._take(effect)
+
+    def _take(self, effect: Effect) -> None:
+        match effect:
+            case Answer():
+                self.answers[effect.request_id] = effect.reply
+            case Refuse():
+                self.refusals[effect.request_id] = effect.error
+            case DeleteRecord():
+                if self.world.bucket.read(effect.node)[1] == effect.revision:
+                    del self.world.bucket.records[effect.node]
+            case WriteRecord() | ReadRecord():
+                self.store.append(effect)
+
+    def grant(
+        self, cu: float, *, node: str = "", ttl_s: float = 100.0, project: str = "default"
+    ) -> int:
+        """Ask for units; return the request's id."""
+        request_id = self.world.next_id()
+        self.handle(
+            GrantAsked(
+                request_id=request_id,
+                project=project,
+                holder=f"holder-{request_id}",
+                cu=cu,
+                node=node,
+                ttl_s=ttl_s,
+                local=f"lease-{request_id}",
+                at=self.world.at,
+            )
+        )
+        return request_id
+
+    def renew(self, lease_id: str, ttl_s: float = 100.0) -> int:
+        """Ask for a lease to live on; return the request's id."""
+        request_id = self.world.next_id()
+        self.handle(
+            RenewAsked(request_id=request_id, lease_id=lease_id, ttl_s=ttl_s, at=self.world.at)
+        )
+        return request_id
+
+    def release(self, lease_id: str) -> int:
+        """Give a lease back; return the request's id."""
+        request_id = self.world.next_id()
+        self.handle(ReleaseAsked(request_id=request_id, lease_id=lease_id, at=self.world.at))
+        return request_id
+
+    def see(self, beat: NodeHeartbeat) -> None:
+        """Receive a heartbeat."""
+        self.handle(HeartbeatSeen(heartbeat=beat, at=self.world.at))
+
+    def sweep(self) -> None:
+        """Let the sweep fall due."""
+        self.handle(SweepDue(at=self.world.at))
+
+    def watch(self, node: str) -> None:
+        """Let the bucket's watch tell of the node's record."""
+        record, revision = self.world.bucket.read(node)
+        if revision:
+            self.handle(RecordSeen(node=node, record=record, revision=revision, at=self.world.at))
+
+    def store_step(self, *, fail: bool = False) -> None:
+        """Let the oldest read or write happen; with ``fail`` its acknowledgement is lost."""
+        effect = self.store.pop(0)
+        bucket, at = self.world.bucket, self.world.at
+        if isinstance(effect, WriteRecord) and bucket.write(
+            effect.node, effect.record, effect.revision
+        ):
+            if fail:
+                self.handle(StoreFailed(node=effect.node, error=unavailable("lost"), at=at))
+            else:
+                revision = bucket.read(effect.node)[1]
+                self.handle(RecordWritten(node=effect.node, revision=revision, at=at))
+            return
+        record, revision = bucket.read(effect.node)
+        self.handle(RecordRead(node=effect.node, record=record, revision=revision, at=at))
+
+    def settle(self) -> None:
+        """Let reads and writes happen until none is left."""
+        while self.store:
+            self.store_step()
+
+
+class World:
+    """A bucket, a clock and some brokers."""
+
+    def __init__(self, brokers: int = 1, config: BrokerConfig | None = None) -> None:
+        self.config = config or BrokerConfig()
+        self.bucket = Bucket()
+        self.now = START_S
+        self._ids = 0
+        self.brokers = [Broker(self) for _ in range(brokers)]
+
+    @property
+    def at(self) -> Moment:
+        """Now, on both clocks."""
+        return Moment(self.now, self.now - START_S)
+
+    def next_id(self) -> int:
+        """Return a fresh request id."""
+        self._ids += 1
+        return self._ids
+
+    def restart(self, number: int) -> Broker:
+        """Replace a broker by a fresh one that has loaded the bucket."""
+        fresh = self.brokers[number] = Broker(self)
+        for node in list(self.bucket.records):
+            fresh.watch(node)
+        return fresh
+
+    def see(self, beat: NodeHeartbeat) -> None:
+        """Have every broker receive a heartbeat and settle."""
+        for broker in self.brokers:
+            broker.see(beat)
+            broker.settle()
+
+    def record(self, node: str = "node-1") -> NodeRecord:
+        """Return what the bucket holds."""
+        record, _ = self.bucket.read(node)
+        assert record is not None
+        return record
+
+    def lose_bucket(self) -> None:
+        """Forget everything, as a server without a memory does."""
+        self.bucket.records.clear()
+
+
+def as_json(message: Message) -> dict[str, object]:
+    """Return the message's fields, for comparing in tests."""
+    fields: dict[str, object] = msgspec.to_builtins(message)
+    return fields

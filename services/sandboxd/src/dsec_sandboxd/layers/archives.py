@@ -89,7 +89,8 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[byte
 def _mtime_ns(seconds: float) -> int:
     if not math.isfinite(seconds):
         return 0
-    return int(min(max(seconds, 0.0), _MTIME_MAX_S) * 1_000_000_000)
+    fraction, whole = math.modf(min(max(seconds, 0.0), _MTIME_MAX_S))
+    return int(whole) * 1_000_000_000 + int(fraction * 1_000_000_000)
 
 
 def write_member(

@@ -50,13 +50,13 @@ def read_superblock(image: Path) -> Superblock:
             head = file.read(_SUPERBLOCK.size)
     except OSError as error:
         raise DsecError(
-            ErrorCode.LAYER_ERROR, f"the layer image {image.name} cannot be read: {error.strerror}"
+            ErrorCode.LAYER_ERROR, f"the file {image.name} cannot be read: {error.strerror}"
         ) from None
     if len(head) == _SUPERBLOCK.size:
         magic, _, _, block_bits, _, _, inodes, _, _, blocks = _SUPERBLOCK.unpack(head)
         if magic == _MAGIC:
             return Superblock(inodes=inodes, size_bytes=blocks << block_bits)
-    raise DsecError(ErrorCode.LAYER_ERROR, f"the layer image {image.name} is not an EROFS image")
+    raise DsecError(ErrorCode.LAYER_ERROR, f"the file {image.name} is not an EROFS image")
 
 
 def image_digest(image: Path, watch: ImportWatch) -> str:

@@ -66,16 +66,12 @@ class ImageFiles:
             DsecError: ``layer_error`` when it is missing, damaged or replaced.
         """
         identity = _identity(layer.image_path)
-        if (
-            identity is None
-            or layer.image_path.stat().st_size != layer.size_bytes
-            or read_superblock(layer.image_path).size_bytes > layer.size_bytes
-            or image_digest(layer.image_path, ImportWatch()) != layer.digest
-        ):
+        problem = "it is missing" if identity is None else _problem(layer)
+        if identity is None or problem:
             raise DsecError(
                 ErrorCode.LAYER_ERROR,
-                f"the image of the layer {layer.reference} is missing, damaged or replaced; import "
-                "the layer again",
+                f"the image of the layer {layer.reference} cannot be used: {problem}; import the "
+                "layer again",
                 details={"reference": layer.reference, "digest": layer.digest},
             )
         self._verified[layer.digest] = identity
@@ -123,6 +119,20 @@ def make_durable(path: Path) -> None:
     path.chmod(0o444)
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _problem(layer: Layer) -> str:
+    """Return what is wrong with the layer's image, or nothing."""
+    try:
+        claimed_bytes = read_superblock(layer.image_path).size_bytes
+    except DsecError as error:
+        return error.message
+    size_bytes = layer.image_path.stat().st_size
+    if size_bytes != layer.size_bytes or claimed_bytes > size_bytes:
+        return f"it has {size_bytes} bytes instead of {layer.size_bytes}"
+    if image_digest(layer.image_path, ImportWatch()) != layer.digest:
+        return "its content is not what was imported"
+    return ""
 
 
 def _identity(path: Path) -> _Identity | None:

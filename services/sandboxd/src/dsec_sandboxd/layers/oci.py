@@ -278,7 +278,7 @@ def _tags(found: _Descriptor) -> list[str]:
 
 def _described(found: _Descriptor) -> str:
     name = next(iter(_tags(found)), found.digest)
-    return f"{name} {found.platform.os}/{found.platform.architecture}" if found.platform else name
+    return f"{found.platform.os}/{found.platform.architecture} {name}" if found.platform else name
 
 
 def _tag_fits(known: str, tag: str) -> bool:

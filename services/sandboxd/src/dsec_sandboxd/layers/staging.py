@@ -64,7 +64,9 @@ def remove_dead(staging: Path, before: Callable[[Path], None]) -> int:
             directory = lock_path.with_suffix("")
             before(directory)
             shutil.rmtree(directory, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
+            # A program that the dead import had started may still have added a file: another time.
+            if not directory.exists():
+                lock_path.unlink(missing_ok=True)
             removed += 1
         finally:
             os.close(descriptor)

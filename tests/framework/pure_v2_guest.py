@@ -47,6 +47,7 @@ _METADATA: Final = ("pytest_asyncio", "pytest_timeout")  # how pytest finds its 
 _UNUSED: Final = frozenset(
     {"site-packages", "test", "idlelib", "lib2to3", "tkinter", "ensurepip", "__pycache__"}
 )
+_PYTEST_OPTIONS: Final = ("-q", "--color=no", "-p", "no:cacheprovider", "-o", "timeout=300")
 _GUEST_TREE: Final = "/suite"
 _VERDICT: Final = re.compile(r"^suite ended with (\d+)$", re.MULTILINE)
 
@@ -59,7 +60,7 @@ for name, kind in (("proc", "proc"), ("sys", "sysfs"), ("dev", "devtmpfs"), ("tm
                    ("sys/fs/cgroup", "cgroup2")):
     os.makedirs("/" + name, exist_ok=True)
     assert libc.mount(kind.encode(), b"/" + name.encode(), kind.encode(), 0, None) == 0, name
-command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *{options}, *{suite}]
+command = [sys.executable, "-m", "pytest", *{options}, *{suite}]
 try:
     print("suite ended with", subprocess.run(command, cwd="{tree}").returncode, flush=True)
 finally:
@@ -110,7 +111,7 @@ def write_disk(file: BinaryIO, pytest_options: list[str]) -> None:
     path.append(f"{_GUEST_TREE}/services/sandboxd/src")
     init = _INIT.format(
         python=python, path=":".join(path), tree=_GUEST_TREE, suite=list(SUITE),
-        options=["-o", "timeout=300", *pytest_options],
+        options=[*_PYTEST_OPTIONS, *pytest_options],
     )  # fmt: skip
     entries: dict[str, tuple[int, bytes]] = {"/init": (stat.S_IFREG | 0o755, init.encode())}
     for target, source in contents(python):

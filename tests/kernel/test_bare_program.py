@@ -21,9 +21,11 @@ async def test_it_creates_uses_and_ends_real_sandboxes(processes: int, count: in
 
 
 async def test_a_shared_network_namespace_is_less_work() -> None:
-    fresh = await peers.run_bare(1, 30)
-    shared = await peers.run_bare(1, 30, shared_network=True)
-    assert shared.create_to_ready_p50_ms < fresh.create_to_ready_p50_ms
+    fresh, shared = [], []
+    for _ in range(3):  # the best of some turns: others use this machine too
+        fresh.append((await peers.run_bare(1, 20)).create_to_ready_p50_ms)
+        shared.append((await peers.run_bare(1, 20, shared_network=True)).create_to_ready_p50_ms)
+    assert min(shared) < min(fresh)
 
 
 async def test_what_it_cannot_do_is_told_in_its_own_words(tmp_path: Path) -> None:

@@ -432,7 +432,7 @@ def test_a_failed_creation_leaves_nothing(driver: CgroupDriver) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert driver.leftovers() == []
-    assert failures >= 2
+    assert failures >= 1
 
 
 def test_a_living_sandbox_holds_at_most_one_descriptor(driver: CgroupDriver) -> None:

@@ -238,6 +238,8 @@ class AuthDirectory:
         lines = "\n".join(f"  {key}: {token}" for key, token in preload.items())
         operator = (self.path / "operator.jwt").read_text(encoding="ascii")
         return (
+            # A service's permissions travel in its CONNECT line, which may have 4 KiB by default.
+            "max_control_line: 65536\n"
             f"operator: {operator}\n"
             f"system_account: {self._system.public_key}\n"
             "resolver {\n"
@@ -245,6 +247,8 @@ class AuthDirectory:
             f"  dir: {_quoted(str(resolver_directory))}\n"
             "  allow_delete: true\n"
             '  interval: "2m"\n'
+            # How long a connection with an account that nobody knows waits for its refusal.
+            '  timeout: "500ms"\n'
             "}\n"
             f"resolver_preload {{\n{lines}\n}}\n"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic
 
@@ -161,7 +161,7 @@ class KeyValue(Generic[MessageT]):
             found[entry.key] = entry
         return [entry for entry in found.values() if entry.value is not None]
 
-    async def watch(self, pattern: str = ">") -> AsyncIterator[Entry[MessageT] | None]:
+    async def watch(self, pattern: str = ">") -> AsyncGenerator[Entry[MessageT] | None]:
         """Yield the present entries, then ``None`` once, then every change, until left.
 
         After a lost connection the present entries are yielded again (and ``None`` again): what
@@ -176,7 +176,7 @@ class KeyValue(Generic[MessageT]):
                     raise
             await asyncio.sleep(_RECONNECT_PAUSE_S)
 
-    async def _watch_once(self, pattern: str) -> AsyncIterator[Entry[MessageT] | None]:
+    async def _watch_once(self, pattern: str) -> AsyncGenerator[Entry[MessageT] | None]:
         """Yield as :meth:`watch` does, and return when the connection has been lost."""
         bucket = ClientKeyValue(
             name=self.bucket,

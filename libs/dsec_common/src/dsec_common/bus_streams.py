@@ -21,6 +21,7 @@ _log: Final = structlog.get_logger(__name__)
 
 _NANOSECONDS: Final = 1_000_000_000
 _API_TIMEOUT_S: Final = 5.0
+_MARKER_TTL_S: Final = 60
 
 #: Codes of JetStream's own errors that mean something to us.
 _STREAM_EXISTS_WITH_OTHER_SETTINGS: Final = 10058
@@ -78,6 +79,8 @@ def stream_config(spec: StreamSpec) -> dict[str, Any]:
         "allow_rollup_hdrs": spec.bucket,
         "deny_delete": spec.bucket,
         "allow_direct": True,
+        # An entry that expires leaves a marker, so that watchers hear of it.
+        **({"subject_delete_marker_ttl": _MARKER_TTL_S * _NANOSECONDS} if spec.bucket else {}),
     }
 
 

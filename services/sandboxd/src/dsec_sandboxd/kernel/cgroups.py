@@ -56,6 +56,9 @@ class Cgroup(Protocol):
     def create_exec(self, exec_id: str) -> int:
         """Make a command's directory; return a descriptor that the caller closes.
 
+        Whoever holds the descriptor can walk the host's cgroup tree from it: PID 1 may, a command
+        must never inherit it.
+
         Raises:
             DsecError: ``conflict`` when the exec id is in use, ``not_found`` when the sandbox is
                 gone, ``invalid`` for an id that cannot be a name.
@@ -92,7 +95,7 @@ class Cgroup(Protocol):
         """Return the number of processes and threads."""
 
     def oom_kills(self) -> int:
-        """Return how many processes the kernel ended for want of memory."""
+        """Return how many processes ended for want of memory; at least 1 after an OOM notice."""
 
     async def freeze(self, timeout_s: float = 5.0) -> None:
         """Stop every process; return when all stand still.

@@ -136,8 +136,13 @@ class HybridCgroup(UnifiedCgroup):
         return int(read_file(f"{self.v1['pids']}/pids.current"))
 
     def oom_kills(self) -> int:
-        """Return how many processes the kernel ended because the sandbox ran out of memory."""
-        return read_field(f"{self.v1['memory']}/memory.oom_control", b"oom_kill")
+        """Return how many processes the kernel ended because the sandbox ran out of memory.
+
+        At least one once ``read_ooms`` named the sandbox: ending all processes upon the notice may
+        be quicker than the kernel's own choice, which then counts nothing.
+        """
+        counted = read_field(f"{self.v1['memory']}/memory.oom_control", b"oom_kill")
+        return max(counted, int(self._driver.has_run_out(self.local)))
 
     def remove(self) -> bool:
         """Remove the sandbox's directories in all trees; return whether all are gone. Idempotent.
@@ -159,6 +164,7 @@ class HybridDriver(UnifiedDriver):
             Path(parent).mkdir(mode=0o755, exist_ok=True)
         self._watch = EventfdOomWatch()
         self._ends_all: dict[str, HybridCgroup] = {}
+        self._ran_out: set[str] = set()
 
     def create(self, local: str, limits: CgroupLimits) -> HybridCgroup:
         """Make a sandbox's cgroups with its limits; see ``CgroupDriver.create``."""
@@ -196,6 +202,11 @@ class HybridDriver(UnifiedDriver):
         """Stop to watch one sandbox. Idempotent."""
         self._watch.discard(local)
         self._ends_all.pop(local, None)
+        self._ran_out.discard(local)
+
+    def has_run_out(self, local: str) -> bool:
+        """Return whether ``read_ooms`` has named this sandbox."""
+        return local in self._ran_out
 
     def oom_fileno(self) -> int:
         """Return the descriptor that becomes readable when ``read_ooms`` has news."""
@@ -204,6 +215,7 @@ class HybridDriver(UnifiedDriver):
     def read_ooms(self) -> list[str]:
         """Return the sandboxes that ran out of memory since the last call. Never waits."""
         found = self._watch.read()
+        self._ran_out.update(found)
         for local in found:
             if local in self._ends_all:
                 self._ends_all[local].kill()

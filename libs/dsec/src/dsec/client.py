@@ -187,7 +187,9 @@ class DSecClient:
             base,
             workspace=workspace,
             toolkits=toolkits,
-            limits=_limits(limits, cpus, memory_bytes, disk_bytes, pids),
+            limits=limits_of(
+                limits, cpus=cpus, memory_bytes=memory_bytes, disk_bytes=disk_bytes, pids=pids
+            ),
             env=env,
             labels=labels,
             agent=agent,
@@ -376,13 +378,15 @@ class DSecClient:
         return self._event_hub().all()
 
 
-def _limits(
-    limits: Limits | None,
-    cpus: float | None,
-    memory_bytes: int | None,
-    disk_bytes: int | None,
-    pids: int | None,
+def limits_of(
+    limits: Limits | None = None,
+    *,
+    cpus: float | None = None,
+    memory_bytes: int | None = None,
+    disk_bytes: int | None = None,
+    pids: int | None = None,
 ) -> Limits:
+    """Return ``limits`` (by default the platform's) with what is given changed."""
     asked: dict[str, Any] = {
         "cpus": cpus,
         "memory_bytes": memory_bytes,

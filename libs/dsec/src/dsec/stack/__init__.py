@@ -1,0 +1,1 @@
+"""The whole platform on one machine: what ``dsec up`` starts, watches and stops."""

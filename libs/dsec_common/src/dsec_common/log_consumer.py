@@ -160,6 +160,9 @@ class LogConsumer:
             await consumer.start()
             if self._group_id is None:
                 await self._take_position(consumer)
+            else:  # start returns when partitions are assigned, before their position is taken
+                async with asyncio.timeout(self._kafka.request_timeout_s):
+                    await listener.has_assigned.wait()
         except BaseException:
             await consumer.stop()
             raise
@@ -172,10 +175,8 @@ class LogConsumer:
         partitions = consumer.assignment()
         fresh = [partition for partition in partitions if partition not in self._next_offsets]
         if fresh and self._start_at is StartAt.LATEST and not self._next_offsets:
-            await consumer.seek_to_end(*fresh)
-            for partition in fresh:
-                self._next_offsets[partition] = await consumer.position(partition)
-        for partition in partitions.difference(fresh):
+            self._next_offsets.update(await consumer.end_offsets(fresh))
+        for partition in partitions & self._next_offsets.keys():
             consumer.seek(partition, self._next_offsets[partition])
 
     async def _fill(self) -> None:
@@ -269,9 +270,10 @@ class LogConsumer:
         """Begin at the end where the group never committed, if that was asked for."""
         if self._start_at is StartAt.EARLIEST:
             return
-        for partition in partitions:
-            if await consumer.committed(partition) is None:
-                await consumer.seek_to_end(partition)
+        fresh = [it for it in partitions if await consumer.committed(it) is None]
+        if fresh:
+            for partition, offset in (await consumer.end_offsets(fresh)).items():
+                consumer.seek(partition, offset)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -288,6 +290,7 @@ class LogConsumer:
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
     def __init__(self, reader: LogConsumer, consumer: Any) -> None:
+        self.has_assigned = asyncio.Event()
         self._reader = reader
         self._consumer = consumer
 
@@ -296,3 +299,4 @@ class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
 
     async def on_partitions_assigned(self, assigned: Iterable[Any]) -> None:
         await self._reader.assigned(self._consumer, assigned)
+        self.has_assigned.set()

@@ -228,13 +228,14 @@ class KafkaLink:
         """Ask Kafka for its metadata.
 
         Raises:
-            KafkaError: when no broker answers, or one that forgot the topics does.
+            KafkaError: when no broker answers, or the topics are not what they were: some brokers
+                forget them over a restart, and some make them again with fewer partitions.
         """
         if not await self._producer.client.force_metadata_update():
             raise KafkaConnectionError("no broker answers")
-        for topic in self._partitions:
-            if self._producer.client.cluster.partitions_for_topic(topic) is None:
-                raise UnknownTopicOrPartitionError(topic)
+        for topic, partitions in self._partitions.items():
+            if self._producer.client.cluster.partitions_for_topic(topic) != set(partitions):
+                raise UnknownTopicOrPartitionError(f"topic {topic} was made anew")
 
     def partition_of(self, record: LogRecord) -> tuple[str, int]:
         """Return topic and partition: murmur2 of the key, as every Kafka client's default."""

@@ -175,12 +175,14 @@ class LogProducer:
             record = msgspec.structs.replace(record, time_us=time.time_ns() // 1000)
         topic = behavior_logs(record.project) if record.project else behavior_logs()
         value = record.serialize()
-        if len(value) > self._config.record_max_bytes:
+        is_large = len(value) > self._config.record_max_bytes
+        if is_large:
             value = record.without_detail().serialize()
-            self._running().count(topic, details=1)
         self._accept(
             LogRecord(topic, record.sandbox_id.encode(), value, record.time_us // 1000, True)
         )
+        if is_large:
+            self._shedder.count(topic, details=1)
 
     def append_raw(self, topic: str, key: bytes, value: bytes) -> None:
         """Accept a payload for another topic (verdicts, metering); never waits, never loses detail.
@@ -190,13 +192,8 @@ class LogProducer:
         """
         self._accept(LogRecord(topic, key, value, time.time_ns() // 1_000_000, False))
 
-    def _running(self) -> Shedder:
-        if self._spool is None:
-            raise DsecError(ErrorCode.UNAVAILABLE, f"the log producer {self._name} is not running")
-        return self._shedder
-
     def _accept(self, record: LogRecord) -> None:
-        self._running()
+        self._open_spool()
         size = len(record.key) + len(record.value)
         if size > self._config.record_max_bytes:
             raise invalid(
@@ -255,7 +252,7 @@ class LogProducer:
         Raises:
             DsecError: ``unavailable`` when RocksDB refuses, or the producer is not running.
         """
-        self._running()
+        self._open_spool()
         self._flush()
         if self._spool_error is not None:
             raise self._spool_error
@@ -269,12 +266,12 @@ class LogProducer:
         await self.durable()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._sender.sent_through(self._open_spool.last_number)
+                await self._sender.sent_through(self._open_spool().last_number)
         except TimeoutError:
             raise DsecError(
                 ErrorCode.TIMEOUT,
                 f"Kafka at {self._config.kafka.bootstrap_servers} has not acknowledged "
-                f"{self._open_spool.pending_frames} frames after {timeout_s} s; they stay spooled",
+                f"{self._open_spool().pending_frames} frames in {timeout_s} s; they stay spooled",
             ) from None
 
     async def _adopt(self) -> None:
@@ -296,7 +293,7 @@ class LogProducer:
             due = [directory for directory in left_behind(root) if directory in seen]
 
     async def _adopt_one(self, directory: Path) -> None:
-        spool = self._open_spool
+        spool = self._open_spool()
         other = Spool.adopt(directory)
         if other is None:
             return
@@ -313,7 +310,6 @@ class LogProducer:
             self._sender.wake()
             _log.info("log_spool_adopted", path=str(directory), frames=moved)
 
-    @property
     def _open_spool(self) -> Spool:
         if self._spool is None:
             raise DsecError(ErrorCode.UNAVAILABLE, f"the log producer {self._name} is not running")
@@ -333,7 +329,7 @@ class LogProducer:
         """Counts since the start; after the end, what they were then."""
         if self._spool is None and self._last_stats is not None:
             return self._last_stats
-        spool = self._open_spool
+        spool = self._open_spool()
         return LogStats(
             appended=self._appended,
             sent=self._sender.sent,

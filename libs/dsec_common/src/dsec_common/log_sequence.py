@@ -76,13 +76,13 @@ class SequenceTracker:
     def __init__(self) -> None:
         self.duplicates = 0
         self.missing = 0
-        self._tracks: OrderedDict[tuple[str, str], _Track] = OrderedDict()
+        self._tracks: OrderedDict[tuple[str, str, str], _Track] = OrderedDict()
 
     def observe(self, record: BehaviorLog) -> Arrival:
         """Note a record's arrival and return what it is; handle all but duplicates."""
         if record.seq == 0:
             return Arrival.NEW
-        pair = (record.sandbox_id, record.source)
+        pair = (record.project, record.sandbox_id, record.source)
         track = self._tracks.get(pair)
         if track is None:
             self._tracks[pair] = _Track(record.seq)

@@ -1,0 +1,3 @@
+"""Fixtures that the contract suites share."""
+
+from kafka_brokers import kafka, project  # noqa: F401  fixtures

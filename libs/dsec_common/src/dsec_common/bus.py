@@ -24,6 +24,7 @@ from dsec_common.bus_headers import (
     raise_service_error,
 )
 from dsec_common.bus_kv import Entry, KeyValue
+from dsec_common.bus_order import flush
 from dsec_common.bus_requests import to_dsec_error
 from dsec_common.bus_serving import EventSubscription, ReplyGuard, Served
 from dsec_common.bus_streams import Consumer, Streams
@@ -258,6 +259,17 @@ class Bus:
         self._events.append(events)
         return events
 
+    async def unsubscribe(self, subscription: EventSubscription[Any] | Served[Any]) -> None:
+        """End one subscription now; what it has not handled yet is dropped, requests refused."""
+        if self.connected:
+            with contextlib.suppress(nats.errors.Error):
+                await subscription.stop_accepting(self._client)
+        await subscription.finish(0.0)
+        if isinstance(subscription, Served):
+            self._served.remove(subscription)
+        else:
+            self._events.remove(subscription)
+
     async def register(self, name: str, version: str, description: str) -> None:
         """Let ``nats micro`` find this service and read its statistics.
 
@@ -397,7 +409,7 @@ class Bus:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self._client.flush()
+                await flush(self._client)
         except (nats.errors.Error, TimeoutError) as error:
             raise to_dsec_error(error, "flush", ", ".join(self.config.servers)) from error
 
@@ -434,8 +446,8 @@ class Bus:
     async def _stop_accepting(self) -> None:
         await asyncio.gather(
             self._streams.stop_accepting(),
-            *(served.stop_accepting() for served in self._served),
-            *(events.stop_accepting() for events in self._events),
+            *(served.stop_accepting(self._client) for served in self._served),
+            *(events.stop_accepting(self._client) for events in self._events),
         )
 
     async def close(self) -> None:
@@ -468,5 +480,4 @@ async def events_of(
         while True:
             yield await queue.get()
     finally:
-        await subscription.stop_accepting()
-        await subscription.finish(0.0)
+        await bus.unsubscribe(subscription)

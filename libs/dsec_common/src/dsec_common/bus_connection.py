@@ -43,6 +43,7 @@ class Connection:
         self._waiting_since = 0.0
         self._last_error = ""
         self._last_logged_at = 0.0
+        self._refused = False
 
     @property
     def connected(self) -> bool:
@@ -86,7 +87,7 @@ class Connection:
 
     def _connect_error(self) -> DsecError:
         servers = ", ".join(self.config.servers)
-        if "authorization violation" in self._last_error.lower():
+        if self._refused:
             return DsecError(
                 ErrorCode.DENIED,
                 f"NATS at {servers} refuses the credentials {self.config.credentials_path!r}; use "
@@ -112,6 +113,7 @@ class Connection:
             if self._opened:
                 self.inbox.permission_denied(text)
             return
+        self._refused |= "authorization violation" in text.lower()
         now = time.monotonic()
         if text != self._last_error or now - self._last_logged_at > _REPEAT_LOG_S:
             self._last_error, self._last_logged_at = text, now

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic
 
 import structlog
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -21,6 +22,7 @@ from dsec_common.bus_headers import (
     next_traceparent,
     outgoing,
 )
+from dsec_common.bus_order import withdraw
 from dsec_common.bus_types import (
     SERVICES_ONLY_PREFIX,
     EventHandler,
@@ -191,11 +193,11 @@ class Served(Generic[MessageT]):
         except DsecError as failure:
             _log.warning("an error could not be sent", subject=message.subject, error=str(failure))
 
-    async def stop_accepting(self) -> None:
+    async def stop_accepting(self, client: Client) -> None:
         """Unsubscribe and take in every message that the server had already sent."""
         if self.subscription is not None:
             subscription, self.subscription = self.subscription, None
-            await subscription.drain()  # type: ignore[no-untyped-call]
+            await withdraw(client, subscription)
 
     async def finish(self, timeout_s: float) -> int:
         """Wait for handlers; after ``timeout_s`` seconds cancel the rest and return their number.
@@ -309,11 +311,11 @@ class EventSubscription(Generic[MessageT]):
                 self.stats.requests += 1
                 self._queue.task_done()
 
-    async def stop_accepting(self) -> None:
+    async def stop_accepting(self, client: Client) -> None:
         """Unsubscribe and take in every event that the server had already sent."""
         if self.subscription is not None:
             subscription, self.subscription = self.subscription, None
-            await subscription.drain()  # type: ignore[no-untyped-call]
+            await withdraw(client, subscription)
 
     async def finish(self, timeout_s: float) -> int:
         """Wait until all events are handled; after ``timeout_s`` drop the rest, return how many."""

@@ -12,6 +12,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from dsec_common.bus_order import withdraw
 from dsec_common.bus_requests import ReplyInbox
 from dsec_common.bus_serving import ReplyGuard, read_request
 from dsec_common.bus_types import EventHandler, MessageT, ServeStats, StreamSpec
@@ -462,7 +463,7 @@ class Consumer(Generic[MessageT]):
             self._loop_task = None
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
-            await subscription.drain()  # type: ignore[no-untyped-call]
+            await withdraw(self._client, subscription)
 
     async def finish(self, timeout_s: float) -> int:
         """Wait for handlers; after ``timeout_s`` cancel them, and their messages come again."""

@@ -427,6 +427,7 @@ class Consumer(Generic[MessageT]):
                 self._guard,
                 delivery=metadata.num_delivered,
                 sequence=metadata.sequence.stream,
+                stored_at=metadata.timestamp.timestamp(),
             )
             await self._handler(request)
         except DsecError as error:

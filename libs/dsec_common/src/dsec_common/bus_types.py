@@ -74,6 +74,7 @@ class Request(Generic[MessageT]):
         traceparent: the W3C trace context of this hop.
         delivery: how often JetStream has delivered this message, from 1; 0 outside streams.
         sequence: the message's number in its stream; 0 outside streams.
+        stored_at: Unix time at which the stream took the message; 0 outside streams.
     """
 
     message: MessageT
@@ -86,6 +87,7 @@ class Request(Generic[MessageT]):
     traceparent: str
     delivery: int = 0
     sequence: int = 0
+    stored_at: float = 0.0
 
     @property
     def project(self) -> str:

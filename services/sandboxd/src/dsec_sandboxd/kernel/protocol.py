@@ -1,0 +1,201 @@
+"""The packets of ``native/protocol.h``, byte for byte. A test compares the two."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_STEP_NAMES: Final = (
+    "NONE PROTOCOL NAMESPACE_TREE LAYER_MOUNT SLOT_USER_NAMESPACE SLOT_NETWORK_NAMESPACE "
+    "ENTER_NETWORK_NAMESPACE CONTROL_SOCKET CLONE ID_MAP WRITABLE_LAYER LAYER_CLONE LAYER_ID_MAP "
+    "OVERLAY HANDSHAKE CGROUP_ENTER CGROUP_NAMESPACE IDENTITY HOSTNAME ROOT_MOUNT PROC_MOUNT "
+    "PROC_MASK DEV_MOUNT PTS_MOUNT SHM_MOUNT RUN_MOUNT PIVOT_ROOT RESOURCE_LIMITS CAPABILITIES "
+    "NO_NEW_PRIVILEGES SECCOMP EXEC_INIT LANDLOCK MEMORY PIPES COMMAND_FORK COMMAND_USER "
+    "COMMAND_DIRECTORY COMMAND_SECCOMP COMMAND_EXEC FILE_FORK FILE_USER FILE_OPEN FILE_KIND "
+    "FILE_STAT FILE_LIST FILE_MKDIR FILE_RENAME FILE_UNLINK FILE_CHILD_DIED"
+)
+STEPS: Final = tuple(_STEP_NAMES.split())
+"""Every operation that can fail, in the order of the C enumeration."""
+
+LAYERS_MAX: Final = 16
+LAYER_HANDLES: Final = 4096
+SLOTS_MAX: Final = 4096
+HOSTNAME_BYTES: Final = 64
+DESCRIPTORS_MAX: Final = 16
+INLINE_PAYLOAD_MAX: Final = 61_440
+PAYLOAD_MAX: Final = 8 << 20
+STRINGS_MAX: Final = 65_536
+
+
+def step_name(step: int) -> str:
+    """Return the name of the operation that failed, in lower case."""
+    return STEPS[step].lower() if 0 <= step < len(STEPS) else f"step_{step}"
+
+
+class SpawnerKind(IntEnum):
+    """What the spawner is asked."""
+
+    HELLO = 0
+    HOLD = 1
+    DROP = 2
+    WARM = 3
+    CREATE = 4
+    RELEASE = 5
+
+
+class ControlKind(IntEnum):
+    """What PID 1 is asked."""
+
+    EXEC = 1
+    SIGNAL = 2
+    DONE = 3
+    FILE = 4
+
+
+class ControlFlag(IntFlag):
+    """How a request to PID 1 is meant."""
+
+    NONE = 0
+    WITH_STDIN = 1
+    MERGE_STDERR = 2
+    WITH_CGROUP = 4
+    PAYLOAD_IN_FD = 8
+
+
+class ReplyKind(IntEnum):
+    """What PID 1 says."""
+
+    READY = 1
+    BROKEN = 2
+    STARTED = 3
+    FAILED = 4
+    EXITED = 5
+    FILE_DONE = 6
+
+
+class FileOperation(IntEnum):
+    """What is done to a path."""
+
+    OPEN_READ = 1
+    OPEN_WRITE = 2
+    OPEN_APPEND = 3
+    OPEN_CREATE = 4
+    STAT = 5
+    LIST = 6
+    MKDIR = 7
+    MKDIR_PARENTS = 8
+    RENAME = 9
+    UNLINK = 10
+
+
+_SPAWNER_REQUEST: Final = struct.Struct(f"=6I{LAYERS_MAX}I2I2Q{HOSTNAME_BYTES}s")
+_SPAWNER_REPLY: Final = struct.Struct("=2IiIiI")
+_CONTROL_REQUEST: Final = struct.Struct("=10I")
+_CONTROL_REPLY: Final = struct.Struct("=2IiIi3IQq")
+SPAWNER_REPLY_BYTES: Final = _SPAWNER_REPLY.size
+CONTROL_REPLY_BYTES: Final = _CONTROL_REPLY.size
+CREATE_HAS_RUN_MOUNT: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnerRequest:
+    """One request to the spawner; fields that a kind does not use stay zero."""
+
+    kind: SpawnerKind
+    slot: int = 0
+    base_id: int = 0
+    layer: int = 0
+    layers: Sequence[int] = ()
+    controllers: int = 0
+    flags: int = 0
+    disk_bytes: int = 0
+    inodes: int = 0
+    hostname: str = ""
+
+    def pack(self, request_id: int) -> bytes:
+        """Return the packet."""
+        handles = [*self.layers, *([0] * (LAYERS_MAX - len(self.layers)))]
+        return _SPAWNER_REQUEST.pack(
+            self.kind,
+            request_id,
+            self.slot,
+            self.base_id,
+            self.layer,
+            len(self.layers),
+            *handles,
+            self.controllers,
+            self.flags,
+            self.disk_bytes,
+            self.inodes,
+            self.hostname.encode(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnerReply:
+    """What the spawner answered."""
+
+    kind: int
+    request_id: int
+    error: int
+    step: int
+    pid: int
+
+    @classmethod
+    def unpack(cls, data: bytes) -> SpawnerReply:
+        """Read a packet of ``SPAWNER_REPLY_BYTES``."""
+        kind, request_id, error, step, pid, _ = _SPAWNER_REPLY.unpack(data)
+        return cls(kind, request_id, error, step, pid)
+
+
+def pack_control(
+    kind: ControlKind,
+    request_id: int,
+    *,
+    flags: int = 0,
+    arguments: int = 0,
+    environment: int = 0,
+    signal_number: int = 0,
+    operation: int = 0,
+    mode: int = 0,
+    payload_bytes: int = 0,
+) -> bytes:
+    """Return the header of a request to PID 1; its payload, if inline, follows."""
+    return _CONTROL_REQUEST.pack(
+        kind,
+        request_id,
+        flags,
+        arguments,
+        environment,
+        signal_number,
+        operation,
+        mode,
+        payload_bytes,
+        0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReply:
+    """What PID 1 said."""
+
+    kind: int
+    request_id: int
+    error: int
+    step: int
+    status: int
+    file_mode: int
+    user_id: int
+    group_id: int
+    size_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def unpack(cls, data: bytes) -> ControlReply:
+        """Read a packet of ``CONTROL_REPLY_BYTES``."""
+        return cls(*_CONTROL_REPLY.unpack(data))

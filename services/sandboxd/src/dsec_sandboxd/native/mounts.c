@@ -1,0 +1,172 @@
+/* A sandbox's root by descriptors alone: no path of the host is ever part of it. */
+#include "spawner.h"
+
+#include <stdbool.h>
+#include <stdio.h>
+#include <sys/stat.h>
+
+/* Inodes that the skeleton below takes from the writable layer. */
+#define SKELETON_INODES 16
+
+static int finish(int context, unsigned attributes)
+{
+    int mount_fd = -1;
+    if (fsconfig(context, FSCONFIG_CMD_CREATE, NULL, NULL, 0) == 0)
+        mount_fd = fsmount(context, FSMOUNT_CLOEXEC, attributes);
+    return mount_fd;
+}
+
+int mount_layer(int image_fd, struct failure *failure)
+{
+    char source[64];
+    int context = fsopen("erofs", FSOPEN_CLOEXEC), mount_fd = -1;
+
+    if (context < 0)
+        return fail(failure, STEP_LAYER_MOUNT);
+    snprintf(source, sizeof source, "/proc/self/fd/%d", image_fd);
+    if (fsconfig(context, FSCONFIG_SET_STRING, "source", source, 0) == 0 &&
+        fsconfig(context, FSCONFIG_SET_FLAG, "ro", NULL, 0) == 0)
+        mount_fd = finish(context, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
+    int saved = errno;
+    close(context);
+    errno = saved;
+    return mount_fd < 0 ? fail(failure, STEP_LAYER_MOUNT) : mount_fd;
+}
+
+static int map_ids(int mount_fd, int mapping_fd)
+{
+    struct mount_attr attributes = {.attr_set = MOUNT_ATTR_IDMAP, .userns_fd = (uint64_t)mapping_fd};
+    return mount_setattr(mount_fd, "", AT_EMPTY_PATH, &attributes, sizeof attributes);
+}
+
+/*
+ * The writable layer, made before its ids are mapped, so that its skeleton belongs to root on disk too.
+ * Mount points come from here: whatever a layer has at these names, even a symbolic link, is hidden.
+ */
+static int make_writable(const struct spawner_request *request)
+{
+    static const struct {
+        const char *path;
+        mode_t mode;
+    } skeleton[] = {{"upper", 0755},     {"work", 0700},     {"shm", 01777},          {"upper/proc", 0555},
+                    {"upper/dev", 0755}, {"upper/run", 0755}, {"upper/run/dsec", 0755}, {"upper/sys", 0555},
+                    {"upper/tmp", 01777}};
+    char number[32];
+    int context = fsopen("tmpfs", FSOPEN_CLOEXEC), mount_fd = -1;
+
+    if (context < 0)
+        return -1;
+    snprintf(number, sizeof number, "%llu", (unsigned long long)request->disk_bytes);
+    int made = fsconfig(context, FSCONFIG_SET_STRING, "source", "dsec", 0) == 0 &&
+               fsconfig(context, FSCONFIG_SET_STRING, "mode", "0755", 0) == 0 &&
+               fsconfig(context, FSCONFIG_SET_STRING, "size", number, 0) == 0;
+    snprintf(number, sizeof number, "%llu", (unsigned long long)request->inodes + SKELETON_INODES);
+    if (made && fsconfig(context, FSCONFIG_SET_STRING, "nr_inodes", number, 0) == 0)
+        mount_fd = finish(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
+    for (size_t i = 0; mount_fd >= 0 && i < sizeof skeleton / sizeof *skeleton; i++) {
+        if (mkdirat(mount_fd, skeleton[i].path, skeleton[i].mode) < 0) {
+            int saved = errno;
+            close(mount_fd);
+            errno = saved;
+            mount_fd = -1;
+        }
+    }
+    int saved = errno;
+    close(context);
+    errno = saved;
+    return mount_fd;
+}
+
+/* Returns the detached clone, which has to stay open until the overlay exists, or -1. */
+static int add_layer(int context, int layer_fd, int mapping_fd, struct failure *failure)
+{
+    int clone_fd = open_tree(layer_fd, "", AT_EMPTY_PATH | OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
+    if (clone_fd < 0)
+        return fail(failure, STEP_LAYER_CLONE);
+    int result = 0;
+    if (map_ids(clone_fd, mapping_fd) < 0)
+        result = fail(failure, STEP_LAYER_ID_MAP);
+    else if (fsconfig(context, FSCONFIG_SET_FD, "lowerdir+", NULL, clone_fd) < 0)
+        result = fail(failure, STEP_OVERLAY);
+    if (result < 0)
+        close(clone_fd);
+    return result < 0 ? -1 : clone_fd;
+}
+
+static int set_directory(int context, const char *key, int writable_fd, const char *path)
+{
+    int fd = openat(writable_fd, path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        return -1;
+    int result = fsconfig(context, FSCONFIG_SET_FD, key, NULL, fd);
+    int saved = errno;
+    close(fd);
+    errno = saved;
+    return result;
+}
+
+static int finish_overlay(int context, int writable_fd)
+{
+    /* Redirects and metadata-only copies are trusted attributes that a layer could forge. */
+    if (fsconfig(context, FSCONFIG_SET_STRING, "source", "dsec", 0) == 0 &&
+        set_directory(context, "upperdir", writable_fd, "upper") == 0 &&
+        set_directory(context, "workdir", writable_fd, "work") == 0 &&
+        fsconfig(context, FSCONFIG_SET_STRING, "redirect_dir", "nofollow", 0) == 0 &&
+        fsconfig(context, FSCONFIG_SET_STRING, "metacopy", "off", 0) == 0)
+        return finish(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
+    return -1;
+}
+
+static int make_overlay(const struct spawner_request *request, const int *layer_fds, int mapping_fd,
+                        int writable_fd, struct failure *failure)
+{
+    int clones[DSEC_LAYERS_MAX], clone_count = 0, mount_fd = -1;
+    int context = fsopen("overlay", FSOPEN_CLOEXEC);
+
+    if (context < 0)
+        return fail(failure, STEP_OVERLAY);
+    /* The kernel wants the topmost first; ours come lowest first. */
+    bool complete = true;
+    for (uint32_t i = request->layer_count; complete && i-- > 0;) {
+        int clone_fd = add_layer(context, layer_fds[i], mapping_fd, failure);
+        complete = clone_fd >= 0;
+        if (complete)
+            clones[clone_count++] = clone_fd;
+    }
+    if (complete) {
+        mount_fd = finish_overlay(context, writable_fd);
+        if (mount_fd < 0)
+            fail(failure, STEP_OVERLAY);
+    }
+    for (int i = 0; i < clone_count; i++)
+        close(clones[i]);
+    close(context);
+    return mount_fd;
+}
+
+int mount_root(const struct spawner_request *request, const int *layer_fds, int mapping_fd,
+               struct sandbox_mounts *mounts, struct failure *failure)
+{
+    struct mount_attr shared = {.attr_set = MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC};
+
+    mounts->overlay_fd = mounts->shared_fd = -1;
+    mounts->writable_fd = make_writable(request);
+    if (mounts->writable_fd < 0 || map_ids(mounts->writable_fd, mapping_fd) < 0) {
+        fail(failure, STEP_WRITABLE_LAYER);
+        goto undo;
+    }
+    mounts->shared_fd = open_tree(mounts->writable_fd, "shm", OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
+    if (mounts->shared_fd < 0 ||
+        mount_setattr(mounts->shared_fd, "", AT_EMPTY_PATH, &shared, sizeof shared) < 0) {
+        fail(failure, STEP_SHM_MOUNT);
+        goto undo;
+    }
+    mounts->overlay_fd = make_overlay(request, layer_fds, mapping_fd, mounts->writable_fd, failure);
+    if (mounts->overlay_fd >= 0)
+        return 0;
+undo:
+    close_if_open(mounts->shared_fd);
+    close_if_open(mounts->writable_fd);
+    mounts->shared_fd = mounts->writable_fd = -1;
+    return -1;
+}

@@ -1,0 +1,111 @@
+/* What an id range keeps: a user namespace that maps mounts, and an empty network namespace. */
+#include "spawner.h"
+
+#include <net/if.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/ioctl.h>
+#include <sys/wait.h>
+
+static int write_file(const char *path, const char *text)
+{
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    if (fd < 0)
+        return -1;
+    ssize_t size = (ssize_t)strlen(text), written = write(fd, text, (size_t)size);
+    int saved = errno;
+    close(fd);
+    errno = saved;
+    return written == size ? 0 : -1;
+}
+
+int write_id_maps(pid_t pid, const char *map)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/uid_map", pid);
+    if (write_file(path, map) < 0)
+        return -1;
+    snprintf(path, sizeof path, "/proc/%d/gid_map", pid);
+    return write_file(path, map);
+}
+
+/* A user namespace needs a process to be born; ours lives only until the descriptor is open. */
+static int make_mapping(uint32_t base_id)
+{
+    char map[96], path[64];
+    int namespace_fd = -1, pidfd = -1;
+    struct clone_arguments arguments = {
+        .flags = CLONE_NEWUSER | CLONE_PIDFD, .pidfd = (uint64_t)(uintptr_t)&pidfd, .exit_signal = SIGCHLD};
+    pid_t pid = (pid_t)sys_clone3(&arguments);
+
+    if (pid < 0)
+        return -1;
+    if (pid == 0)
+        for (;;)
+            pause();
+    /*
+     * The second line maps the host's root, who makes the overlay and its work directory: without it the
+     * overlay is silently read-only. No id inside a sandbox reaches 65536.
+     */
+    snprintf(map, sizeof map, "0 %u 65536\n65536 0 1\n", base_id);
+    snprintf(path, sizeof path, "/proc/%d/ns/user", pid);
+    if (write_id_maps(pid, map) == 0)
+        namespace_fd = open(path, O_RDONLY | O_CLOEXEC);
+    int saved = errno;
+    sys_pidfd_send_signal(pidfd, SIGKILL);
+    close(pidfd);
+    errno = saved;
+    return namespace_fd < 0 ? -1 : make_long_lived(namespace_fd);
+}
+
+static int bring_loopback_up(void)
+{
+    struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
+    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return -1;
+    int result = ioctl(fd, SIOCSIFFLAGS, &request);
+    int saved = errno;
+    close(fd);
+    errno = saved;
+    return result;
+}
+
+/*
+ * The namespace belongs to the host's user namespace: a sandbox's root has no NET_ADMIN or NET_RAW in it.
+ * It may still listen on any port, and ping.
+ */
+static int make_network(int own_network_fd)
+{
+    int namespace_fd = -1;
+    if (unshare(CLONE_NEWNET) < 0)
+        return -1;
+    if (bring_loopback_up() == 0 && write_file("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0") == 0 &&
+        write_file("/proc/sys/net/ipv4/ping_group_range", "0 2147483647") == 0)
+        namespace_fd = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
+    int saved = errno;
+    if (setns(own_network_fd, CLONE_NEWNET) < 0) {
+        close_if_open(namespace_fd);
+        return -1;
+    }
+    errno = saved;
+    return namespace_fd < 0 ? -1 : make_long_lived(namespace_fd);
+}
+
+int slot_warm(struct slot *slot, uint32_t base_id, int own_network_fd, struct failure *failure)
+{
+    if (!slot->mapping_fd) {
+        int fd = make_mapping(base_id);
+        if (fd < 0)
+            return fail(failure, STEP_SLOT_USER_NAMESPACE);
+        slot->mapping_fd = fd;
+        slot->base_id = base_id;
+    }
+    if (!slot->network_fd) {
+        int fd = make_network(own_network_fd);
+        if (fd < 0)
+            return fail(failure, STEP_SLOT_NETWORK_NAMESPACE);
+        slot->network_fd = fd;
+    }
+    return 0;
+}

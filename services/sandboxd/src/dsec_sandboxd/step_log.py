@@ -1,0 +1,100 @@
+"""The behaviour log of this node's sandboxes: what was done in each, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+import structlog
+
+from dsec_common.behavior import BehaviorLog
+from dsec_common.bus import current_traceparent
+from dsec_common.errors import DsecError
+from dsec_sandboxd.records import SandboxRecord
+
+_log: Final = structlog.get_logger(__name__)
+
+#: Attributes are for reading; the whole of a command or a path is in the request itself.
+ATTRIBUTE_MAX: Final = 1024
+_NOT_LOGGED_EVERY: Final = 1000
+
+
+class StepWriter(Protocol):
+    """The part of the log producer that takes records; it never waits."""
+
+    def append(self, record: BehaviorLog) -> None:
+        """Accept a record."""
+        ...
+
+
+class StepLog:
+    """Writes steps with one running number per sandbox.
+
+    A sandbox's first step is 1 and no number is left out, so a reader sees what it lacks. Nothing
+    here fails a request: a step that cannot be written is counted and logged.
+    """
+
+    def __init__(self, node: str, writer: StepWriter | None) -> None:
+        """Take where to write; without a writer steps are only numbered."""
+        self._node = node
+        self._writer = writer
+        self._last: dict[str, int] = {}
+        self.lost = 0
+
+    def step(
+        self,
+        record: SandboxRecord,
+        action: str,
+        *,
+        status: str = "ok",
+        latency_ms: float = 0.0,
+        attributes: Mapping[str, str] | None = None,
+        tokens_in: int = 0,
+        tokens_out: int = 0,
+        stage: str = "",
+        cause_id: str = "",
+        error_code: str = "",
+    ) -> None:
+        """Write one step of a sandbox."""
+        seq = self._last[record.local] = self._last.get(record.local, 0) + 1
+        if self._writer is None:
+            return
+        sandbox_id = f"{self._node}.{record.local}"
+        step = BehaviorLog(
+            sandbox_id=sandbox_id,
+            project=record.project,
+            seq=seq,
+            source="sandboxd",
+            agent=record.agent or "sandbox",
+            agent_id=sandbox_id,
+            action=action,
+            status=status,
+            latency_ms=round(latency_ms, 3),
+            tokens_in=tokens_in,
+            tokens_out=tokens_out,
+            attributes={
+                name: shortened(value) for name, value in (attributes or {}).items() if value
+            },
+            rollout_id=record.rollout_id,
+            stage=stage,
+            cause_id=cause_id,
+            traceparent=current_traceparent.get(),
+            error_code=error_code,
+        )
+        try:
+            self._writer.append(step)
+        except DsecError as error:
+            self.lost += 1
+            if self.lost % _NOT_LOGGED_EVERY == 1:
+                _log.warning("step_not_logged", lost=self.lost, error=str(error))
+
+    def forget(self, local: str) -> None:
+        """Drop the numbering of a sandbox that has written its last step."""
+        self._last.pop(local, None)
+
+
+def shortened(text: str) -> str:
+    """Return ``text`` fit for an attribute: bounded, and without what UTF-8 cannot carry."""
+    if len(text) > ATTRIBUTE_MAX:
+        text = f"{text[: ATTRIBUTE_MAX - 1]}…"
+    return text.encode("utf-8", "replace").decode("utf-8")

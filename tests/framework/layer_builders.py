@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsec.rootfs import build_host_rootfs
+
 NANOSECONDS = 1_000_000_000
 
 
@@ -168,3 +170,13 @@ def pack_directory(directory: Path) -> bytes:
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         archive.add(directory, arcname=".")
     return buffer.getvalue()
+
+
+def minimal_base_tree(dest: Path) -> Path:
+    """Assemble a base of this host's shell and utilities in ``dest``; takes half a second."""
+    return build_host_rootfs(dest, python=False).path
+
+
+def python_base_tree(dest: Path) -> Path:
+    """Assemble a base with the Python that runs the tests; takes two seconds, so share it."""
+    return build_host_rootfs(dest).path

@@ -55,6 +55,7 @@ def create(
             disk_bytes=parse_size(disk) if disk else None,
             pids=pids,
         )
+        variables, labels = pairs(env or (), "--env"), pairs(label or (), "--label")
         async with client() as dsec:
             ask = dsec.queue_sandbox if queue else dsec.create_sandbox
             sandbox = await ask(
@@ -62,8 +63,8 @@ def create(
                 workspace=workspace,
                 toolkits=toolkit or (),
                 limits=limits,
-                env=pairs(env or (), "--env"),
-                labels=pairs(label or (), "--label"),
+                env=variables,
+                labels=labels,
                 agent=agent,
                 rollout_id=rollout,
                 ttl_s=ttl,
@@ -90,10 +91,9 @@ def list_sandboxes(
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
 
+        labels = pairs(label or (), "--label")
         async with client() as dsec:
-            found = await dsec.list_sandboxes(
-                labels=pairs(label or (), "--label"), include_ended=ended
-            )
+            found = await dsec.list_sandboxes(labels=labels, include_ended=ended)
         if output.json:
             output.document(found)
             return
@@ -173,11 +173,12 @@ def exec(  # noqa: A001  the verb that users know
     async def work(output: Output) -> int:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
 
+        variables = pairs(env or (), "--env")
         data = sys.stdin.buffer.read() if stdin else b""
         async with client() as dsec:
             result = await dsec.sandbox(sandbox_id).exec(
                 " ".join(command) if shell else command,
-                env=pairs(env or (), "--env"),
+                env=variables,
                 cwd=cwd,
                 user=user,
                 stdin=data,

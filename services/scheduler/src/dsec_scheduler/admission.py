@@ -1,0 +1,55 @@
+"""Which requests make sense at all; checked before a node is troubled."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from dsec_common.subjects import ScopedId
+from dsec_common.wire.sandbox import CreateSandbox, Limits
+from dsec_scheduler.errors import bad_field, bad_limit
+
+KEY_MAX: Final = 256
+"""Characters of an idempotency key."""
+
+TOOLKITS_MAX: Final = 32
+"""Toolkit layers of one sandbox: overlayfs takes more, a request for more is a mistake."""
+
+LABELS_MAX: Final = 64
+"""Labels of one sandbox."""
+
+
+def check(request: CreateSandbox, timeout_max_s: float) -> None:
+    """Return when the request makes sense.
+
+    Raises:
+        DsecError: ``invalid``, naming the field and what is allowed.
+    """
+    _check_limits(request.limits)
+    if not request.base:
+        raise bad_field("base", request.base, "name the base image, as name@version or sha256:…")
+    if len(request.toolkits) > TOOLKITS_MAX:
+        raise bad_field("toolkits", len(request.toolkits), f"use at most {TOOLKITS_MAX} layers")
+    if len(request.labels) > LABELS_MAX:
+        raise bad_field("labels", len(request.labels), f"use at most {LABELS_MAX}")
+    if len(request.idempotency_key) > KEY_MAX:
+        raise bad_field(
+            "idempotency_key", request.idempotency_key, f"use at most {KEY_MAX} characters"
+        )
+    if not 0 <= request.ttl_s < math.inf:
+        raise bad_field("ttl_s", request.ttl_s, "use seconds, or 0 for no end")
+    if not 0 < request.timeout_s <= timeout_max_s:
+        raise bad_field(
+            "timeout_s", request.timeout_s, f"use more than 0 and at most {timeout_max_s:g} seconds"
+        )
+    if request.rollout_id:
+        ScopedId.parse(request.rollout_id, "rollout id")
+
+
+def _check_limits(limits: Limits) -> None:
+    for name in ("cpus", "memory_bytes", "pids", "disk_bytes", "inodes"):
+        value = getattr(limits, name)
+        if not 0 < value < math.inf:
+            raise bad_limit(name, value, "use more than 0")
+    if not 0 <= limits.cu < math.inf:
+        raise bad_limit("cu", limits.cu, "use 0 or more")

@@ -1,0 +1,134 @@
+"""A creation as its caller means it: checked, once for each key, within its time."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Final, assert_never
+
+from dsec_common.bus import ReplyAddress
+from dsec_common.clock import Clock
+from dsec_common.errors import DsecError
+from dsec_common.wire.sandbox import CreateSandbox
+from dsec_scheduler.effects import Succeed
+from dsec_scheduler.errors import out_of_time
+from dsec_scheduler.idempotency import (
+    AskNode,
+    Begin,
+    GiveUp,
+    Replay,
+    RequestRecord,
+    Wait,
+    arguments_digest,
+    decide,
+)
+from dsec_scheduler.ledger import Claim, ClaimLostError, Ledger
+from dsec_scheduler.placer import Placer
+
+_FIRST_PAUSE_S: Final = 0.005
+_LAST_PAUSE_S: Final = 0.25
+
+
+class Creation:
+    """Creates sandboxes, with and without an idempotency key."""
+
+    def __init__(self, placer: Placer, ledger: Ledger, clock: Clock) -> None:
+        self._placer = placer
+        self._ledger = ledger
+        self._clock = clock
+
+    async def create(
+        self,
+        project: str,
+        request: CreateSandbox,
+        timeout_s: float,
+        caller: ReplyAddress,
+        key: str = "",
+    ) -> Succeed:
+        """Return the sandbox; with a ``key`` of the bucket, the same one each time.
+
+        Without a key nothing is asked or written but the node.
+
+        Raises:
+            DsecError: why there is none.
+        """
+        if not key:
+            return await self._placer.create(project, request, timeout_s, caller)
+        deadline = self._clock.monotonic() + timeout_s
+        waited = False
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            left_s = max(deadline - self._clock.monotonic(), 0.0)
+            with contextlib.suppress(ClaimLostError):
+                succeeded = await self._try_once(
+                    project, request, left_s, caller, key, waited=waited
+                )
+                if succeeded is not None:
+                    return succeeded
+            # Another scheduler is at work on the same.
+            if self._clock.monotonic() >= deadline:
+                raise out_of_time(timeout_s, None)
+            waited = True
+            await self._clock.sleep(pause_s)
+            pause_s = min(pause_s * 2, _LAST_PAUSE_S)
+
+    async def _try_once(
+        self,
+        project: str,
+        request: CreateSandbox,
+        timeout_s: float,
+        caller: ReplyAddress,
+        key: str,
+        *,
+        waited: bool,
+    ) -> Succeed | None:
+        """Return the sandbox, or None while another scheduler is at work on it."""
+        digest = arguments_digest(request)
+        record, revision = await self._ledger.find(key)
+        claim = self._ledger.claim(key, digest, revision)
+        decision = decide(record, digest, self._clock.now(), waited=waited)
+        match decision:
+            case Replay():
+                return Succeed(create_id=0, created=decision.created, told=False)
+            case GiveUp():
+                raise decision.error.to_error()
+            case Wait():
+                return None
+            case AskNode():
+                found = await self._after_a_crash(project, request, decision.record, claim)
+                if found is not None:
+                    return found
+            case Begin():
+                pass
+            case _:
+                assert_never(decision)
+        return await self._create_claimed(project, request, timeout_s, caller, claim)
+
+    async def _create_claimed(
+        self,
+        project: str,
+        request: CreateSandbox,
+        timeout_s: float,
+        caller: ReplyAddress,
+        claim: Claim,
+    ) -> Succeed:
+        try:
+            succeeded = await self._placer.create(project, request, timeout_s, caller, claim)
+        except DsecError as error:
+            await claim.fail(error)
+            raise
+        # The caller has its answer by now; this is for those who ask again.
+        await claim.succeed(succeeded.created)
+        return succeeded
+
+    async def _after_a_crash(
+        self, project: str, request: CreateSandbox, record: RequestRecord, claim: Claim
+    ) -> Succeed | None:
+        """Return the sandbox that a dead scheduler's node did make, if it runs."""
+        created = await self._placer.running(
+            project, request, record.node, record.local, record.lease_id
+        )
+        if created is None:
+            # Its lease, if any, is left to the node's heartbeats: without them it runs out soon.
+            return None
+        await claim.succeed(created)
+        return Succeed(create_id=0, created=created, told=False)

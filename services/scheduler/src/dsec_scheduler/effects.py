@@ -1,0 +1,68 @@
+"""What the scheduler's core wants done."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from dsec_common.errors import DsecError
+from dsec_common.wire.sandbox import SandboxCreated
+
+
+class TakeLease(msgspec.Struct, frozen=True, kw_only=True):
+    """Lease units on the node; ``LeaseTaken`` or ``LeaseRefused`` must follow."""
+
+    create_id: int
+    node: str
+    cu: float
+    ttl_s: float
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask the node for the sandbox; it counts only if it is ready by ``valid_until`` (Unix time).
+
+    ``PlaceSucceeded``, ``PlaceRefused`` or ``PlaceUnanswered`` must follow.
+    """
+
+    create_id: int
+    node: str
+    local: str
+    lease_id: str
+    valid_until: float
+
+
+class Resolve(msgspec.Struct, frozen=True, kw_only=True):
+    """Find out whether the node has the sandbox; ``PlaceResolved`` must follow."""
+
+    create_id: int
+    node: str
+    local: str
+    lease_id: str
+
+
+class ReleaseLease(msgspec.Struct, frozen=True, kw_only=True):
+    """Give units back; should it fail, the lease runs out by itself."""
+
+    lease_id: str
+
+
+class Succeed(msgspec.Struct, frozen=True, kw_only=True):
+    """The request is done. ``told`` says whether the node has answered the caller."""
+
+    create_id: int
+    created: SandboxCreated
+    told: bool
+
+
+class Refuse(msgspec.Struct, frozen=True, kw_only=True):
+    """The request is done: there will be no sandbox."""
+
+    create_id: int
+    error: DsecError
+
+
+Step: TypeAlias = TakeLease | Place | Resolve | ReleaseLease
+"""What a creation goes through."""
+
+Effect: TypeAlias = Step | Succeed | Refuse

@@ -1,0 +1,114 @@
+"""What can happen to the scheduler."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from dsec_common.errors import DsecError
+from dsec_common.wire.node import NodeHeartbeat
+from dsec_common.wire.sandbox import CreateSandbox, SandboxCreated
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """When something happened: Unix time for other machines, monotonic time for waiting."""
+
+    unix_s: float
+    monotonic_s: float
+
+
+class HeartbeatSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """A node lives and has this."""
+
+    heartbeat: NodeHeartbeat
+    at: Moment
+
+
+class CreateAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked request wants a node within ``timeout_s``.
+
+    ``local`` is fresh, and becomes the second token of the sandbox's id.
+    """
+
+    create_id: int
+    project: str
+    request: CreateSandbox
+    local: str
+    timeout_s: float
+    at: Moment
+
+
+class LeaseTaken(msgspec.Struct, frozen=True, kw_only=True):
+    """The broker leased the units."""
+
+    create_id: int
+    lease_id: str
+    at: Moment
+
+
+class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """The broker did not lease the units."""
+
+    create_id: int
+    error: DsecError
+    at: Moment
+
+
+class PlaceSucceeded(msgspec.Struct, frozen=True, kw_only=True):
+    """The node made the sandbox, and has told the caller."""
+
+    create_id: int
+    created: SandboxCreated
+    at: Moment
+
+
+class PlaceRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """The node said no; it holds nothing."""
+
+    create_id: int
+    error: DsecError
+    at: Moment
+
+
+class PlaceUnanswered(msgspec.Struct, frozen=True, kw_only=True):
+    """The node's answer did not arrive: it may have made the sandbox or not."""
+
+    create_id: int
+    error: DsecError
+    at: Moment
+
+
+class PlaceResolved(msgspec.Struct, frozen=True, kw_only=True):
+    """Asked again, the node has the sandbox running, or (None) has not."""
+
+    create_id: int
+    created: SandboxCreated | None
+    at: Moment
+
+
+class CreateAbandoned(msgspec.Struct, frozen=True, kw_only=True):
+    """Nobody wants the answer any more; no attempt is outstanding."""
+
+    create_id: int
+    at: Moment
+
+
+class ForgetDue(msgspec.Struct, frozen=True, kw_only=True):
+    """Time to drop nodes that have been silent for very long."""
+
+    at: Moment
+
+
+Event: TypeAlias = (
+    HeartbeatSeen
+    | CreateAsked
+    | LeaseTaken
+    | LeaseRefused
+    | PlaceSucceeded
+    | PlaceRefused
+    | PlaceUnanswered
+    | PlaceResolved
+    | CreateAbandoned
+    | ForgetDue
+)

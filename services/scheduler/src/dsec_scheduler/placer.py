@@ -1,0 +1,269 @@
+"""Carries out one creation: performs the core's effects one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Final, assert_never
+
+import structlog
+
+from dsec_common import subjects
+from dsec_common.bus import Bus, ReplyAddress
+from dsec_common.clock import Clock
+from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.subjects import ScopedId
+from dsec_common.wire.base import new_id
+from dsec_common.wire.lease import GrantLease, LeaseGranted, LeaseReleased, ReleaseLease
+from dsec_common.wire.node import PlaceSandbox
+from dsec_common.wire.sandbox import (
+    CreateSandbox,
+    InspectSandbox,
+    SandboxCreated,
+    SandboxInfo,
+    SandboxState,
+)
+from dsec_scheduler import effects as fx
+from dsec_scheduler import events as ev
+from dsec_scheduler import metrics
+from dsec_scheduler.config import SchedulerConfig
+from dsec_scheduler.errors import node_lost
+from dsec_scheduler.ledger import Claim
+from dsec_scheduler.state import SchedulerState
+
+_log: Final = structlog.get_logger(__name__)
+
+_BROKER_TIMEOUT_S: Final = 2.0
+_RESOLVE_TIMEOUT_S: Final = 1.0
+#: After these the node may have made the sandbox: its answer may have been lost on the way.
+_UNANSWERED: Final = frozenset({ErrorCode.TIMEOUT, ErrorCode.UNAVAILABLE})
+
+
+class Placer:
+    """Finds a node for each request and has it make the sandbox."""
+
+    def __init__(
+        self, bus: Bus, core: SchedulerState, clock: Clock, config: SchedulerConfig
+    ) -> None:
+        self._bus = bus
+        self._core = core
+        self._clock = clock
+        self._config = config
+        self._ids = itertools.count(1)
+        # What waits for a node ends early when the node falls silent.
+        self._waits: dict[str, set[asyncio.Timeout]] = {}
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def create(
+        self,
+        project: str,
+        request: CreateSandbox,
+        timeout_s: float,
+        caller: ReplyAddress,
+        claim: Claim | None = None,
+    ) -> fx.Succeed:
+        """Return once a node has made the sandbox.
+
+        Args:
+            project: whose it is.
+            request: checked.
+            timeout_s: how long it may take.
+            caller: whom the node answers; nobody when its subject is empty.
+            claim: told of each attempt before its node is.
+
+        Raises:
+            DsecError: why there is none.
+            ClaimLostError: ``claim`` was lost; nothing was made.
+        """
+        create_id = next(self._ids)
+        event: ev.Event = ev.CreateAsked(
+            create_id=create_id,
+            project=project,
+            request=request,
+            local=new_id(),
+            timeout_s=timeout_s,
+            at=self._now(),
+        )
+        while True:
+            following: ev.Event | None = None
+            for effect in self._core.handle(event):
+                if isinstance(effect, fx.Succeed):
+                    return effect
+                if isinstance(effect, fx.Refuse):
+                    raise effect.error
+                result = await self._perform(effect, project, request, caller, claim)
+                following = result or following
+            if following is None:
+                raise DsecError(ErrorCode.INTERNAL, f"creation {create_id} came to no end")
+            event = following
+
+    async def _perform(
+        self,
+        effect: fx.Step,
+        project: str,
+        request: CreateSandbox,
+        caller: ReplyAddress,
+        claim: Claim | None,
+    ) -> ev.Event | None:
+        """Do what the core wants done and return what came of it."""
+        match effect:
+            case fx.TakeLease():
+                return await self._take_lease(project, request, effect)
+            case fx.Place():
+                if claim is not None:
+                    await self._announce(claim, effect)
+                return await self._place(project, request, caller, effect)
+            case fx.Resolve():
+                found = await self.running(
+                    project, request, effect.node, effect.local, effect.lease_id
+                )
+                return ev.PlaceResolved(create_id=effect.create_id, created=found, at=self._now())
+            case fx.ReleaseLease():
+                self._release_later(effect.lease_id)
+                return None
+            case _:
+                assert_never(effect)
+
+    async def _announce(self, claim: Claim, attempt: fx.Place) -> None:
+        try:
+            await claim.begin_attempt(attempt)
+        except BaseException:
+            abandoned = ev.CreateAbandoned(create_id=attempt.create_id, at=self._now())
+            for effect in self._core.handle(abandoned):
+                if isinstance(effect, fx.ReleaseLease):
+                    self._release_later(effect.lease_id)
+            raise
+
+    # --- The node -----------------------------------------------------------------------------
+
+    async def _place(
+        self, project: str, request: CreateSandbox, caller: ReplyAddress, attempt: fx.Place
+    ) -> ev.PlaceSucceeded | ev.PlaceRefused | ev.PlaceUnanswered:
+        create_id = attempt.create_id
+        message = PlaceSandbox(
+            cause_id=request.message_id,
+            project=project,
+            local=attempt.local,
+            request=request,
+            valid_until=attempt.valid_until,
+            lease_id=attempt.lease_id,
+            caller_content_type=caller.content_type,
+        )
+        left_s = attempt.valid_until - self._clock.now() + self._config.reply_grace_s
+        metrics.ATTEMPTS.inc()
+        try:
+            created = await self._ask_node(attempt.node, message, left_s, caller)
+        except DsecError as error:
+            kind = ev.PlaceUnanswered if error.code in _UNANSWERED else ev.PlaceRefused
+            metrics.REFUSALS.labels(str(error.code)).inc()
+            _log.info(
+                "a node did not make a sandbox",
+                node=attempt.node,
+                local=attempt.local,
+                project=project,
+                error=str(error),
+            )
+            return kind(create_id=create_id, error=error, at=self._now())
+        return ev.PlaceSucceeded(create_id=create_id, created=created, at=self._now())
+
+    async def _ask_node(
+        self, node: str, message: PlaceSandbox, timeout_s: float, caller: ReplyAddress
+    ) -> SandboxCreated:
+        waits = self._waits.setdefault(node, set())
+        subject = subjects.node_request(node, "place")
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                waits.add(scope)
+                return await self._bus.request(
+                    subject, message, SandboxCreated, timeout_s=timeout_s, caller=caller
+                )
+        except TimeoutError as error:
+            raise node_lost(node) from error
+        finally:
+            waits.discard(scope)
+            if not waits:
+                self._waits.pop(node, None)
+
+    def end_waits_for_silent_nodes(self) -> None:
+        """Stop waiting for nodes whose heartbeats have stopped; to be called now and then."""
+        loop = asyncio.get_running_loop()
+        for node, waits in self._waits.items():
+            if self._core.is_silent(node, self._now()):
+                for scope in waits:
+                    scope.reschedule(loop.time())
+
+    async def running(
+        self, project: str, request: CreateSandbox, node: str, local: str, lease_id: str
+    ) -> SandboxCreated | None:
+        """Return the sandbox if its node has it running; None when not, or when nobody answers."""
+        sandbox_id = ScopedId(node, local)
+        try:
+            info = await self._bus.request(
+                subjects.sandbox(project, sandbox_id, "inspect"),
+                InspectSandbox(cause_id=request.message_id),
+                SandboxInfo,
+                timeout_s=_RESOLVE_TIMEOUT_S,
+            )
+        except DsecError as error:
+            _log.info("a sandbox is not there", sandbox=str(sandbox_id), error=str(error))
+            return None
+        if info.state is not SandboxState.RUNNING:
+            return None
+        return SandboxCreated(
+            cause_id=request.message_id,
+            # By the node's clock: what it counted before is in its later heartbeats.
+            sent_at=info.sent_at,
+            sandbox_id=info.sandbox_id,
+            node=node,
+            created_at=info.created_at,
+            layers=info.layers,
+            limits=info.limits,
+            lease_id=lease_id,
+        )
+
+    # --- The broker ---------------------------------------------------------------------------
+
+    async def _take_lease(
+        self, project: str, request: CreateSandbox, effect: fx.TakeLease
+    ) -> ev.LeaseTaken | ev.LeaseRefused:
+        message = GrantLease(
+            cause_id=request.message_id,
+            project=project,
+            holder=request.message_id,
+            cu=effect.cu,
+            node=effect.node,
+            ttl_s=effect.ttl_s,
+        )
+        try:
+            lease = await self._bus.request(
+                subjects.lease("grant"), message, LeaseGranted, timeout_s=_BROKER_TIMEOUT_S
+            )
+        except DsecError as error:
+            return ev.LeaseRefused(create_id=effect.create_id, error=error, at=self._now())
+        return ev.LeaseTaken(create_id=effect.create_id, lease_id=lease.lease_id, at=self._now())
+
+    def _release_later(self, lease_id: str) -> None:
+        """Give a lease back without having the caller wait for it."""
+        task = asyncio.create_task(self._release(lease_id), name=f"release {lease_id}")
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, lease_id: str) -> None:
+        try:
+            await self._bus.request(
+                subjects.lease("release"),
+                ReleaseLease(lease_id=lease_id),
+                LeaseReleased,
+                timeout_s=_BROKER_TIMEOUT_S,
+            )
+        except DsecError as error:
+            _log.warning("a lease is left to run out", lease=lease_id, error=str(error))
+
+    async def finish(self) -> None:
+        """Return when every lease that is to be given back has been."""
+        while self._releases:
+            await asyncio.wait(set(self._releases))
+
+    def _now(self) -> ev.Moment:
+        return ev.Moment(self._clock.now(), self._clock.monotonic())

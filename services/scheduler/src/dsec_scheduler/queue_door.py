@@ -1,0 +1,123 @@
+"""The durable door: requests that wait in a stream until there is room.
+
+A message is acknowledged only after its outcome has been published as an event that JetStream
+has stored. A crash before that has it delivered again, and its idempotency key (the caller's, or
+one made of its place in the stream) leads to the sandbox that was made, or to none.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+import msgspec
+import structlog
+
+from dsec_common import subjects
+from dsec_common.bus import Bus, ReplyAddress, Request
+from dsec_common.clock import Clock
+from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.wire.base import Message
+from dsec_common.wire.sandbox import CreateSandbox, SandboxRefused, SandboxRunning
+from dsec_scheduler import admission, metrics
+from dsec_scheduler.config import SchedulerConfig
+from dsec_scheduler.creation import Creation
+from dsec_scheduler.idempotency import bucket_key
+
+_log: Final = structlog.get_logger(__name__)
+
+#: What a queued request waits out. A timeout is one try's, not the request's.
+_WAITED_OUT: Final = frozenset({ErrorCode.EXHAUSTED, ErrorCode.UNAVAILABLE, ErrorCode.TIMEOUT})
+_RETRY_GROWTH: Final = 1.5
+_RETRY_MAX_S: Final = 10.0
+
+
+class QueueDoor:
+    """Handles the messages of the queue, for every project."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        creation: Creation,
+        clock: Clock,
+        config: SchedulerConfig,
+        randomness: random.Random,
+    ) -> None:
+        self._bus = bus
+        self._creation = creation
+        self._clock = clock
+        self._config = config
+        self._random = randomness
+
+    async def handle(self, queued: Request[CreateSandbox]) -> None:
+        """Create the sandbox, or put the request back while it may wait.
+
+        Raises:
+            DsecError: retryable, to have the message delivered again later; ``invalid`` when its
+                message id cannot stand in an event's subject.
+        """
+        request = queued.message
+        subjects.validate_local(request.message_id)
+        try:
+            running = await self._create(queued)
+        except DsecError as error:
+            # The first delivery carries the same time as the last: the stream keeps it.
+            patience_s = max(request.timeout_s, self._config.queue_patience_s)
+            left_s = queued.stored_at + patience_s - self._clock.now()
+            if error.code in _WAITED_OUT and error.retryable and left_s > 0:
+                metrics.CREATES.labels("queue", "waits").inc()
+                raise self._again(error, queued.delivery, left_s) from error
+            metrics.CREATES.labels("queue", str(error.code)).inc()
+            _log.info("a queued request is refused", request=request.message_id, error=str(error))
+            await self._tell(
+                queued.project,
+                request.message_id,
+                "refused",
+                SandboxRefused(
+                    cause_id=request.message_id,
+                    request_id=request.message_id,
+                    code=str(error.code),
+                    reason=error.message,
+                ),
+            )
+            return
+        metrics.CREATES.labels("queue", "ok").inc()
+        await self._tell(queued.project, request.message_id, "created", running)
+
+    async def _create(self, queued: Request[CreateSandbox]) -> SandboxRunning:
+        request, project = queued.message, queued.project
+        attempt_s = self._config.attempt_timeout_s * self._config.attempts_max
+        # A queued request may wait for ever; the node and the checks see one try's time.
+        tried = msgspec.structs.replace(request, timeout_s=attempt_s)
+        admission.check(tried, max(attempt_s, self._config.request_timeout_max_s))
+        if request.idempotency_key:
+            key = bucket_key(project, "caller", request.idempotency_key)
+        else:
+            key = bucket_key(project, "queue", f"{queued.sequence} {queued.stored_at!r}")
+        succeeded = await self._creation.create(project, tried, attempt_s, ReplyAddress(), key)
+        return SandboxRunning(
+            cause_id=request.message_id,
+            sandbox_id=succeeded.created.sandbox_id,
+            request_id=request.message_id,
+            created=succeeded.created,
+        )
+
+    def _again(self, error: DsecError, delivery: int, left_s: float) -> DsecError:
+        """Return the error that delivers the message later: ever later, and never all at once."""
+        base_s = error.retry_after_s or self._config.retry_after_s
+        grown_s = min(base_s * _RETRY_GROWTH ** min(delivery - 1, 16), _RETRY_MAX_S)
+        delay_s = grown_s * self._random.uniform(0.75, 1.25)
+        return DsecError(
+            error.code,
+            error.message,
+            retryable=True,
+            retry_after_s=max(min(delay_s, left_s), 0.05),
+            details=error.details,
+        )
+
+    async def _tell(self, project: str, request_id: str, what: str, event: Message) -> None:
+        await self._bus.js_publish(
+            subjects.request_event(project, request_id, what),
+            event,
+            message_id=f"{project}.{request_id}.{what}",
+        )

@@ -1,0 +1,290 @@
+"""What the scheduler believes of each node, and how it draws one.
+
+A belief is the node's last heartbeat plus what was granted since. It is at most a second old and
+the node decides in the end, so it need not be right, only good.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from dsec_common.wire.node import NodeHeartbeat, Resources
+from dsec_common.wire.sandbox import Limits
+
+VETO_S: Final = 0.1
+"""A node that said it is full is not asked again for this long, unless it looks roomy."""
+
+_DRAWS_PER_CHOICE: Final = 4
+_TOLERANCE: Final = 1e-9
+
+
+@dataclass(slots=True)
+class Grant:
+    """What a creation takes of a node; ``settled_at`` is when it was made, by the node's clock."""
+
+    limits: Limits
+    settled_at: float | None = None
+
+
+@dataclass(slots=True)
+class Sum:
+    """A running total, so that a choice costs the same with one grant or a thousand."""
+
+    cpus: float = 0.0
+    memory_bytes: int = 0
+    sandboxes: int = 0
+
+    def add(self, limits: Limits) -> None:
+        """Count one more sandbox."""
+        self.cpus += limits.cpus
+        self.memory_bytes += limits.memory_bytes
+        self.sandboxes += 1
+
+    def subtract(self, limits: Limits) -> None:
+        """Count one sandbox less."""
+        self.memory_bytes -= limits.memory_bytes
+        self.sandboxes -= 1
+        # Fractions do not add up exactly; an empty sum starts over.
+        self.cpus = self.cpus - limits.cpus if self.sandboxes else 0.0
+
+
+@dataclass(slots=True)
+class NodeView:
+    """One node as believed. ``pending`` grants are still being made, ``settled`` ones are made."""
+
+    heartbeat: NodeHeartbeat
+    seen_at: float
+    grants: dict[int, Grant] = field(default_factory=dict)
+    pending: Sum = field(default_factory=Sum)
+    settled: Sum = field(default_factory=Sum)
+    vetoed_until: float = 0.0
+    unreachable: bool = False
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.heartbeat.node
+
+    # --- Grants -------------------------------------------------------------------------------
+
+    def grant(self, create_id: int, limits: Limits) -> None:
+        """Count a creation that the node is about to be asked for."""
+        self.grants[create_id] = Grant(limits)
+        self.pending.add(limits)
+
+    def settle(self, create_id: int, settled_at: float) -> None:
+        """Count it as made, until a heartbeat sent no earlier counts it."""
+        grant = self.grants.get(create_id)
+        if grant is None or grant.settled_at is not None:
+            return
+        self.pending.subtract(grant.limits)
+        if settled_at <= self.heartbeat.sent_at:
+            del self.grants[create_id]
+            return
+        grant.settled_at = settled_at
+        self.settled.add(grant.limits)
+
+    def take_back(self, create_id: int) -> None:
+        """Count it no longer."""
+        grant = self.grants.pop(create_id, None)
+        if grant is not None:
+            (self.pending if grant.settled_at is None else self.settled).subtract(grant.limits)
+
+    def observe(self, heartbeat: NodeHeartbeat, now: float) -> None:
+        """Take over a heartbeat: what was made before it was sent is part of it."""
+        if self.heartbeat.epoch != heartbeat.epoch:
+            # Another life of the node: none of the earlier grants lives.
+            self.grants.clear()
+            self.pending, self.settled = Sum(), Sum()
+            self.vetoed_until = 0.0
+        self.heartbeat, self.seen_at, self.unreachable = heartbeat, now, False
+        counted = [
+            create_id
+            for create_id, grant in self.grants.items()
+            if grant.settled_at is not None and grant.settled_at <= heartbeat.sent_at
+        ]
+        for create_id in counted:
+            self.take_back(create_id)
+
+    # --- Room ---------------------------------------------------------------------------------
+
+    def taken(self) -> Resources:
+        """Return what is allocated or granted by all that is known."""
+        allocated = self.heartbeat.allocated
+        return Resources(
+            cpus=allocated.cpus + self.pending.cpus + self.settled.cpus,
+            memory_bytes=allocated.memory_bytes
+            + self.pending.memory_bytes
+            + self.settled.memory_bytes,
+            sandboxes=allocated.sandboxes + self.pending.sandboxes + self.settled.sandboxes,
+        )
+
+    def could_ever_hold(self, limits: Limits) -> bool:
+        """Return whether the sandbox fits into the node when it is empty."""
+        return _fits(limits, Resources(), self.heartbeat.capacity)
+
+    def has_room(self, limits: Limits) -> bool:
+        """Return whether the sandbox fits by all that is known."""
+        return _fits(limits, self.taken(), self.heartbeat.capacity)
+
+    def may_have_room(self, limits: Limits, now: float) -> bool:
+        """Return whether the sandbox may fit although it seems not to.
+
+        Sandboxes end between heartbeats: only what is being made right now is certainly there.
+        """
+        return now >= self.vetoed_until and _fits(limits, self.pending, self.heartbeat.capacity)
+
+    def load(self) -> float:
+        """Return the fullest of the node's resources, 0 to 1 (and above when oversold)."""
+        taken, capacity = self.taken(), self.heartbeat.capacity
+        return max(
+            _share(taken.cpus, capacity.cpus),
+            _share(taken.memory_bytes, capacity.memory_bytes),
+            _share(taken.sandboxes, capacity.sandboxes),
+        )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 1.0
+
+
+def _fits(limits: Limits, taken: Resources | Sum, capacity: Resources) -> bool:
+    return (
+        taken.cpus + limits.cpus <= capacity.cpus + _TOLERANCE
+        and taken.memory_bytes + limits.memory_bytes <= capacity.memory_bytes
+        and taken.sandboxes + 1 <= capacity.sandboxes
+    )
+
+
+class Views:
+    """All nodes as believed.
+
+    Args:
+        timeout_s: a node is alive while its last heartbeat is younger.
+        forget_s: a silent node is forgotten after this long.
+    """
+
+    def __init__(self, timeout_s: float, forget_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._forget_s = forget_s
+        self._views: dict[str, NodeView] = {}
+        self._names: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __iter__(self) -> Iterator[NodeView]:
+        return iter(self._views.values())
+
+    def get(self, node: str) -> NodeView | None:
+        """Return the node's view, or None."""
+        return self._views.get(node)
+
+    # --- What becomes known -------------------------------------------------------------------
+
+    def observe(self, heartbeat: NodeHeartbeat, now: float) -> None:
+        """Take over a heartbeat, of a new node or a known one."""
+        view = self._views.get(heartbeat.node)
+        if view is not None:
+            view.observe(heartbeat, now)
+            return
+        self._views[heartbeat.node] = NodeView(heartbeat, now)
+        self._names.append(heartbeat.node)
+
+    def forget_silent(self, now: float) -> None:
+        """Drop nodes that have been silent for very long."""
+        for name, view in list(self._views.items()):
+            if now - view.seen_at > self._forget_s:
+                del self._views[name]
+                self._names.remove(name)
+
+    def veto(self, node: str, now: float) -> None:
+        """Note that the node says it is full."""
+        view = self._views.get(node)
+        if view is not None:
+            view.vetoed_until = now + VETO_S
+
+    def unreachable(self, node: str) -> None:
+        """Note that the node did not answer; its next heartbeat says otherwise."""
+        view = self._views.get(node)
+        if view is not None:
+            view.unreachable = True
+
+    # --- Choosing -----------------------------------------------------------------------------
+
+    def is_alive(self, view: NodeView, now: float) -> bool:
+        """Return whether the node is heard of and answers."""
+        return not view.unreachable and now - view.seen_at <= self._timeout_s
+
+    def is_silent(self, view: NodeView, now: float) -> bool:
+        """Return whether its heartbeats have stopped."""
+        return now - view.seen_at > self._timeout_s
+
+    def choose(
+        self,
+        limits: Limits,
+        usable: Callable[[NodeView], bool],
+        choices: int,
+        now: float,
+        randomness: random.Random,
+    ) -> str | None:
+        """Return the node to ask, or None when none may have room.
+
+        Of ``choices`` random nodes with room the least loaded is taken (power of k choices), so
+        that schedulers which do not talk to each other do not all run to the same node. The draw
+        comes first and the check second, so that the cost does not grow with the cluster; only a
+        full cluster is looked through. Nodes that only may have room come after all others.
+        """
+        drawn = self._draw(limits, usable, choices, now, randomness)
+        if drawn:
+            return min(drawn, key=NodeView.load).name
+        alive = [view for view in self if usable(view) and self._is_open(view, now)]
+        for fits in (NodeView.has_room, lambda view, limits: view.may_have_room(limits, now)):
+            found = [view for view in alive if fits(view, limits)]
+            if found:
+                sample = randomness.sample(found, min(choices, len(found)))
+                return min(sample, key=NodeView.load).name
+        return None
+
+    def _draw(
+        self,
+        limits: Limits,
+        usable: Callable[[NodeView], bool],
+        choices: int,
+        now: float,
+        randomness: random.Random,
+    ) -> list[NodeView]:
+        """Return ``choices`` random nodes with room, or none when they are not quickly found."""
+        draws = choices * _DRAWS_PER_CHOICE
+        if len(self._names) <= draws:
+            return []
+        found = []
+        for name in randomness.sample(self._names, draws):
+            view = self._views[name]
+            if self._is_open(view, now) and usable(view) and view.has_room(limits):
+                found.append(view)
+                if len(found) == choices:
+                    return found
+        return found
+
+    def _is_open(self, view: NodeView, now: float) -> bool:
+        return self.is_alive(view, now) and not view.heartbeat.draining
+
+    def open_nodes(self, now: float) -> list[NodeView]:
+        """Return the nodes that are alive and take new sandboxes."""
+        return [view for view in self if self._is_open(view, now)]
+
+    def draining(self, now: float) -> int:
+        """Return how many live nodes are draining."""
+        return sum(view.heartbeat.draining for view in self if self.is_alive(view, now))
+
+
+def largest(views: Iterable[NodeView]) -> NodeView:
+    """Return the node that hands out the most memory; of equal ones the most cpus."""
+    return max(
+        views,
+        key=lambda view: (view.heartbeat.capacity.memory_bytes, view.heartbeat.capacity.cpus),
+    )

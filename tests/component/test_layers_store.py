@@ -293,6 +293,7 @@ async def test_a_damaged_image_is_never_handed_out_and_a_new_import_repairs_it(
     assert "import" in message
     async with LayerStore(tmp_path / "store") as other:
         await refused(other.resolve(PROJECT, "base@1"), ErrorCode.LAYER_ERROR)
+        assert [listed.reference for listed in await other.list(PROJECT)] == ["base@1"]
     # Without its record a layer cannot even be compared with.
     repaired = await import_base(store, source, replace=damage == "no record")
     assert repaired.layer.digest == layer.digest
@@ -303,10 +304,15 @@ async def test_a_damaged_image_is_never_handed_out_and_a_new_import_repairs_it(
 async def test_a_damaged_reference_is_typed_and_can_be_replaced(
     store: LayerStore, source: Path, tmp_path: Path
 ) -> None:
-    await import_base(store, source)
+    layer = (await import_base(store, source)).layer
     (tmp_path / "store" / "references" / PROJECT / "base@1").write_text("{")
     await refused(store.resolve(PROJECT, "base@1"), ErrorCode.LAYER_ERROR)
     await refused(store.collect_garbage(), ErrorCode.LAYER_ERROR)
+    (tmp_path / "store" / "staging" / "0123").mkdir()
+    (tmp_path / "store" / "staging" / "0123" / "intent").write_text(layer.digest)
+    (tmp_path / "store" / "staging" / "0123.lock").touch()
+    assert await store.open() == 1
+    assert layer.image_path.exists()
     await import_base(store, source, replace=True)
     await store.resolve(PROJECT, "base@1")
 

@@ -27,7 +27,7 @@ from dsec_common.errors import DsecError, ErrorCode, not_found
 from dsec_common.subjects import validate_project
 from dsec_sandboxd.layers.images import ImageFiles, make_durable
 from dsec_sandboxd.layers.names import DigestReference, NamedReference, is_digest, parse_reference
-from dsec_sandboxd.layers.records import Layer, ReferenceRecord, read_record
+from dsec_sandboxd.layers.records import ImageRecord, Layer, ReferenceRecord, read_record
 from dsec_sandboxd.layers.staging import (
     exclusive,
     remove_dead,
@@ -48,6 +48,7 @@ _INTENT: Final = "intent"
 _LOCK_TIMEOUT_S: Final = 30.0
 _DIRECTORY_MODE: Final = 0o700
 _NAMES_SHOWN_MAX: Final = 20
+_LOST_IMAGE: Final = ImageRecord(size_bytes=0, entries=0, created_at=0.0)
 
 
 class Catalogue:
@@ -109,15 +110,18 @@ class Catalogue:
     def list(self, project: str) -> tuple[Layer, ...]:
         """Return the project's layers, sorted by reference.
 
+        One whose image is gone is among them, with ``size_bytes`` and ``entries`` 0.
+
         Raises:
-            DsecError: ``layer_error`` when a record is damaged or an image is gone.
+            DsecError: ``layer_error`` when a reference is damaged.
         """
         validate_project(project)
         layers = []
         for reference in self._known(project):
             record = read_record(self._path(project, reference), ReferenceRecord)
             if record is not None:
-                layers.append(self._layer(project, reference, record))
+                image = self.images.record(record.digest) or _LOST_IMAGE
+                layers.append(self._layer(project, reference, record, image))
         return tuple(layers)
 
     def publish(
@@ -203,7 +207,8 @@ class Catalogue:
             digest = (staging / _INTENT).read_text()
         except FileNotFoundError:
             return
-        with exclusive(self._lock_path, _LOCK_TIMEOUT_S):
+        # With a damaged reference nobody knows what is needed: the image stays, the store opens.
+        with exclusive(self._lock_path, _LOCK_TIMEOUT_S), suppress(DsecError):
             if is_digest(digest) and digest not in self._referenced():
                 self.images.delete(digest)
 
@@ -259,7 +264,7 @@ class Catalogue:
         split = (file.partition("@") for file in files)
         return tuple(NamedReference(name, version) for name, _, version in split if version)
 
-    def _layer(self, project: str, reference: NamedReference, record: ReferenceRecord) -> Layer:
+    def _image(self, reference: NamedReference, record: ReferenceRecord) -> ImageRecord:
         image = self.images.record(record.digest)
         if image is None:
             raise DsecError(
@@ -267,6 +272,16 @@ class Catalogue:
                 f"the image of the layer {reference} is gone from the store; import it again",
                 details={"reference": str(reference), "digest": record.digest},
             )
+        return image
+
+    def _layer(
+        self,
+        project: str,
+        reference: NamedReference,
+        record: ReferenceRecord,
+        image: ImageRecord | None = None,
+    ) -> Layer:
+        image = image or self._image(reference, record)
         return Layer(
             project=project,
             name=reference.name,

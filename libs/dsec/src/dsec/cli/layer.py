@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import tempfile
 from contextlib import ExitStack
 from enum import StrEnum
@@ -86,12 +88,12 @@ def import_layer(
         if (path is None) != from_host:
             raise UsageError("give either a PATH or --from-host")
         with ExitStack() as stack:
-            shown = not output.json and _is_terminal()
+            shown = not output.json and sys.stderr.isatty()
             source = path
-            if source is None:
-                output.say("building a root file system of this host's shell and Python …")
-                source = _host_root(stack)
             async with client() as dsec:
+                if source is None:
+                    output.say("building a root file system of this host's shell and Python …")
+                    source = await asyncio.to_thread(_host_root, stack)
                 layers = dsec.layers
                 if oci:
                     make: Any = layers.import_oci
@@ -112,12 +114,6 @@ def import_layer(
             output.text(f"{layer.reference}  {layer.digest}  {size_text(layer.size_bytes)}")
 
     run(work, json=json_output)
-
-
-def _is_terminal() -> bool:
-    import sys  # noqa: PLC0415  only here
-
-    return sys.stderr.isatty()
 
 
 def _host_root(stack: ExitStack) -> Path:

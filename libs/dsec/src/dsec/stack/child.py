@@ -59,6 +59,7 @@ class Child:
     def __init__(self, spec: ServiceSpec, report: Report) -> None:
         self.spec = spec
         self.restarts = 0
+        self.was_running = False
         self._report = report
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
@@ -112,6 +113,7 @@ class Child:
                 while process.poll() is None:
                     state = self._runtime()
                     if state and state.state == "running":
+                        self.was_running = True
                         return
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
@@ -134,7 +136,7 @@ class Child:
                 text = file.read().decode(errors="replace")
         except OSError:
             return "(no log)"
-        return "\n".join(text.rstrip().splitlines()[-lines:])
+        return "\n".join(map(_readable, text.rstrip().splitlines()[-lines:]))
 
     async def watch(self, start_timeout_s: float) -> None:
         """Start the service again whenever it ends by itself, after a growing pause, and say so."""
@@ -193,6 +195,17 @@ class Child:
                 with contextlib.suppress(ProcessLookupError):
                     await wait_exit(process.pid)
         return process.wait() == 0 and in_order
+
+
+def _readable(line: str) -> str:
+    """Return a structured log line as people read it; any other line as it is."""
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return line
+    event, level = fields.get("event", ""), fields.get("level", "")
+    error = fields.get("error") or fields.get("reason") or ""
+    return f"{level}: {event}" + (f": {error}" if error else "")
 
 
 def _exit_text(code: int) -> str:

@@ -281,10 +281,12 @@ class Supervisor:
 
     async def _stop_child(self, child: Child) -> None:
         in_order = await child.stop(_STOP_TIMEOUT_S)
-        await self._report(
-            "service_stopped",
-            {"name": child.spec.name, "in_order": in_order, "log": str(child.spec.log)},
-        )
+        # One that was still starting has not learnt yet how to go in order.
+        if child.was_running:
+            await self._report(
+                "service_stopped",
+                {"name": child.spec.name, "in_order": in_order, "log": str(child.spec.log)},
+            )
 
 
 def _is_free(port: int) -> bool:

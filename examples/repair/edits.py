@@ -58,9 +58,9 @@ def edits_of_line(path: str, line: int, source: str) -> Iterator[Edit]:
                     yield Edit(path, line, column, token.string, new)
             elif token.type == tokenize.NUMBER and token.string.isdigit():
                 number = int(token.string)
-                for new in (number + 1, number - 1):
-                    if new >= 0:
-                        yield Edit(path, line, column, token.string, str(new))
+                for other in (number + 1, number - 1):
+                    if other >= 0:
+                        yield Edit(path, line, column, token.string, str(other))
     except (tokenize.TokenError, SyntaxError):
         return
 

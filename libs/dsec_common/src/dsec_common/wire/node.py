@@ -32,7 +32,6 @@ class NodeHeartbeat(Message, frozen=True, kw_only=True):
         store_id: the layer store's identity; nodes that share one have the same.
         capacity: what may be handed out, oversubscription included.
         allocated: what running and starting sandboxes have been given.
-        layers_version: changes whenever the store's references do.
         draining: takes no new sandboxes.
         missing: kernel features this host lacks, with reasons.
     """

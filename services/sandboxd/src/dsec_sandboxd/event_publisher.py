@@ -42,6 +42,8 @@ class EventPublisher:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._failing = False
+        self._last_error = ""
         self.dropped = 0
 
     def publish(self, subject: str, event: Message) -> None:
@@ -73,7 +75,11 @@ class EventPublisher:
                     event for event, sent in zip(self._on_way, done, strict=True) if not sent
                 ]
                 if self._on_way:
+                    self._say_failing()
                     await asyncio.sleep(_RETRY_S)
+                elif self._failing:
+                    self._failing = False
+                    _log.info("events_flow_again")
             self._idle.set()
 
     async def _send(self, subject: str, event: Message) -> bool:
@@ -84,9 +90,14 @@ class EventPublisher:
             if error.code in _PERMANENT:
                 _log.error("event_refused", subject=subject, error=str(error))
                 return True
-            _log.warning("event_waits", subject=subject, error=str(error))
+            self._last_error = str(error)
             return False
         return True
+
+    def _say_failing(self) -> None:
+        if not self._failing:
+            self._failing = True
+            _log.warning("events_wait", count=self.waiting, error=self._last_error)
 
     async def flushed(self, timeout_s: float) -> bool:
         """Return true when every event is acknowledged, false when ``timeout_s`` is over first."""

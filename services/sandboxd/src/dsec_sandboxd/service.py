@@ -307,11 +307,11 @@ class SandboxdService(Service[SandboxdConfig]):
 def _linux_kernel(config: SandboxdConfig) -> Kernel:
     from dsec_sandboxd.kernel.linux import LinuxKernel  # noqa: PLC0415  needs Linux and root
 
-    return LinuxKernel(config.node_name, config.run_path / "kernel")
+    return LinuxKernel(config.node_name)
 
 
-#: Without these a sandbox would not be confined, so the daemon does not start.
-ESSENTIAL_FEATURES: Final = frozenset({"erofs", "overlayfs", "seccomp", "user_namespaces"})
+#: Without these, limits would be promises only, so the daemon does not start.
+ESSENTIAL_FEATURES: Final = frozenset({"unified", "memory", "cpu", "pids"})
 
 
 def _refuse_without_essentials(facts: KernelFacts) -> None:
@@ -319,6 +319,8 @@ def _refuse_without_essentials(facts: KernelFacts) -> None:
     if lacking:
         raise DsecError(
             ErrorCode.UNSUPPORTED,
-            f"this host's kernel {facts.kernel_release} lacks {', '.join(lacking)}, without which "
-            "a sandbox is not confined; use a kernel that has them (Linux 6.12 or newer)",
+            f"this host (Linux {facts.kernel_release}, cgroups {facts.cgroup_layout}) cannot "
+            f"enforce {', '.join(lacking)}, so its sandboxes would have no limits; enable these "
+            "cgroup controllers",
+            details={"missing": ",".join(lacking)},
         )

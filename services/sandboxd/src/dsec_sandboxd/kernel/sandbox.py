@@ -43,6 +43,9 @@ class _CommandDirectory:
 
     name: str
     descriptor: int
+    killed: bool = False
+    """Never used again: Linux kills whatever ``CLONE_INTO_CGROUP`` puts into a cgroup that was once
+    killed, since it compares the cgroup's count of kills with that of the parent's own."""
 
 
 class Sandbox:
@@ -107,7 +110,7 @@ class Sandbox:
             for timer in timers:
                 timer.cancel()
             if not clean:
-                self.cgroup.kill_exec(directory.name)
+                self._kill(directory)
             self._give_back(directory)
         if result.exit_code == 0:
             return result
@@ -126,9 +129,13 @@ class Sandbox:
             timers.append(loop.call_later(run.spec.grace_s, kill))
 
         def kill() -> None:
-            self.cgroup.kill_exec(directory.name)
+            self._kill(directory)
 
         timers.append(loop.call_later(run.spec.timeout_s, terminate))
+
+    def _kill(self, directory: _CommandDirectory) -> None:
+        directory.killed = True
+        self.cgroup.kill_exec(directory.name)
 
     def _take_directory(self) -> _CommandDirectory:
         self._sweep()
@@ -151,7 +158,7 @@ class Sandbox:
         for directory in self._lingering:
             if self.cgroup.exec_populated(directory.name):
                 still.append(directory)
-            elif len(self._idle) < _IDLE_DIRECTORIES_MAX:
+            elif not directory.killed and len(self._idle) < _IDLE_DIRECTORIES_MAX:
                 self._idle.append(directory)
             else:
                 os.close(directory.descriptor)

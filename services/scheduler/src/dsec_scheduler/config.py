@@ -18,7 +18,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         attempt_timeout_s: how long one node has to make the sandbox.
         reply_grace_s: how much longer its answer may take; more than clocks differ.
         list_timeout_s: how long a node may take to list its sandboxes.
-        first_heartbeat_wait_s: a start waits this long at most for a first node.
+        warm_up_s: a start listens this long before it opens its doors: one heartbeat of each node.
         retry_after_s: what a caller is told when all nodes are full.
         request_timeout_max_s: the longest wait that a request may ask for.
         lease_claim_s: a lease lives this much longer than the attempt it was taken for, until the
@@ -38,7 +38,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     attempt_timeout_s: float = 10.0
     reply_grace_s: float = 0.5
     list_timeout_s: float = 2.0
-    first_heartbeat_wait_s: float = 1.2
+    warm_up_s: float = 1.1
     retry_after_s: float = 1.0
     request_timeout_max_s: float = 3600.0
     lease_claim_s: float = 30.0

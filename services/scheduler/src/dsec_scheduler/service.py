@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import os
 import random
@@ -49,7 +47,6 @@ class SchedulerService(Service[SchedulerConfig]):
         super().__init__(config, clock)
         self._random = random.Random()  # noqa: S311  spreads load, guards nothing
         self._core = SchedulerState(config, self._random)
-        self._node_seen = asyncio.Event()
         self._placer: Placer
         self._creation: Creation
 
@@ -79,11 +76,9 @@ class SchedulerService(Service[SchedulerConfig]):
         await self.bus.register("dsec-scheduler", version("dsec"), "Where a sandbox goes")
 
     async def recover(self) -> None:
-        """Learn of the nodes before a request asks for one; a cluster may have none yet."""
+        """Learn of all nodes before a request asks for one: "none has room" must be true."""
         await self.bus.subscribe(subjects.HEARTBEATS, NodeHeartbeat, self._on_heartbeat)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.first_heartbeat_wait_s):
-                await self._node_seen.wait()
+        await self.clock.sleep(self.config.warm_up_s)
 
     async def subscribe(self) -> None:
         """Open the doors."""
@@ -121,7 +116,6 @@ class SchedulerService(Service[SchedulerConfig]):
             log.warning("dropped a heartbeat that names another node", subject=request.subject)
             return
         self._core.handle(HeartbeatSeen(heartbeat=heartbeat, at=self._now()))
-        self._node_seen.set()
 
     async def _create(self, asked: Request[CreateSandbox]) -> Message | None:
         request, project = asked.message, asked.project

@@ -401,15 +401,16 @@ class BrokerState:
         if heartbeat is None:
             return None
         reason = self._not_ready(entry, at)
-        record = entry.record
+        # Of the heartbeat itself: a node is worth its units before its record is written.
+        cu_total, notes = self._units.of_node(heartbeat.gpus)
         return NodeInfo(
             node=heartbeat.node,
             ready=not reason,
             reason=reason,
             last_seen_at=entry.seen_at.unix_s if entry.seen_at else 0.0,
-            cu_total=record.cu_total if record else 0.0,
-            cu_allocated=record.cu_allocated if record else 0.0,
-            notes=record.notes if record else (),
+            cu_total=cu_total,
+            cu_allocated=entry.record.cu_allocated if entry.record else 0.0,
+            notes=notes,
             heartbeat=heartbeat,
         )
 

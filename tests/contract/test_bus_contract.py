@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import nats
 import pytest
@@ -324,6 +325,39 @@ async def test_a_handed_on_request_is_answered_by_whom_it_was_handed_to(
     assert json.loads(reply.data)["text"] == "from the node"
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        subjects.sandbox("default", subjects.ScopedId("node-1", "x"), "delete"),
+        "$JS.API.STREAM.PURGE.X",
+        "_INBOX.stranger.1",
+        "_INBOX.dsec.>",
+    ],
+)
+async def test_a_request_that_wants_its_reply_elsewhere_is_not_even_carried_out(
+    running: NatsForTests, reply: str
+) -> None:
+    carried_out: list[int] = []
+
+    async def place(request: Request[Question]) -> Answer:
+        carried_out.append(request.message.number)
+        return Answer()
+
+    subject = subjects.node_request("node-1", "place")
+    config = running.service_config("scheduler")
+    async with running.service("sandboxd", "node-1") as node, running.service("scheduler") as good:
+        served = await node.serve(subject, Question, place)
+        await node.flush()
+        async with await nats.connect(
+            config.servers[0], user_credentials=config.credentials_path
+        ) as client:
+            await client.publish(subject, b"\x80", reply=reply)
+            await client.flush()
+        await good.request(subject, Question(number=2), Answer)
+    assert carried_out == [2]
+    assert served.stats.refused == 1
+
+
 async def test_one_trace_runs_through_every_hop(running: NatsForTests) -> None:
     seen: list[str] = []
 
@@ -382,25 +416,30 @@ async def test_events_arrive_in_order_and_a_bad_one_does_not_stop_the_rest(
     assert seen == [number for number in range(100) if number != 5]
 
 
-async def test_nats_micro_finds_the_service_and_reads_its_statistics(
+async def test_an_operator_finds_the_service_and_reads_its_statistics(
     running: NatsForTests,
 ) -> None:
-    async with running.service("scheduler") as service, running.service("broker") as other:
+    async with (
+        running.service("scheduler") as service,
+        running.service("operator") as operator,
+        running.project() as project,
+    ):
         await service.register("dsec-scheduler", "0.1.0", "Places sandboxes")
         await service.serve(ANY_LIST, Question, echo)
         await service.flush()
-        async with running.project() as project:
-            await project.request(LIST, Question(), Answer)
-        config = running.service_config("broker")
-        async with await nats.connect(
-            config.servers[0],
-            user_credentials=config.credentials_path,
-            inbox_prefix="_INBOX.dsec.broker",
-        ) as client:
-            # The broker's own rights do not reach discovery: an operator's would.
-            with pytest.raises(nats.errors.TimeoutError):
-                await client.request("$SRV.PING.dsec-scheduler", timeout=0.1)
-        assert other.connected
+        await project.request(LIST, Question(), Answer)
+
+        async def discover(verb: str) -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(
+                await operator.request_raw(f"$SRV.{verb}.dsec-scheduler", b"")
+            )
+            assert found["type"] == f"io.nats.micro.v1.{verb.lower()}_response"
+            assert (found["name"], found["version"]) == ("dsec-scheduler", "0.1.0")
+            return found
+
+        await discover("PING")
+        assert (await discover("INFO"))["endpoints"][0]["subject"] == ANY_LIST
+        assert (await discover("STATS"))["endpoints"][0]["num_requests"] == 1
         with pytest.raises(DsecError):
             await service.register("again", "0.1.0", "")
 

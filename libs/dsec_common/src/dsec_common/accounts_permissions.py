@@ -17,12 +17,17 @@ from dsec_common.subjects import ROOT, SYSTEM
 _NANOSECONDS: Final = 1_000_000_000
 
 #: The services' roles. ``sandboxd`` has one user for each node, named ``sandboxd:<node>``.
-ROLES: Final = ("broker", "scheduler", "chronus", "tracer")
+#: ``operator`` is a person with ``nats micro``: it asks services how they are and reads events.
+ROLES: Final = ("broker", "scheduler", "chronus", "tracer", "operator")
 NODE_ROLE: Final = "sandboxd"
 
 #: How long a request may stay unanswered before the server forgets its caller. It must be above
 #: the longest command's timeout: later the reply reaches nobody.
 RESPONSE_THRESHOLD_S: Final = 3600.0
+
+#: Requests with more than one reply. The server remembers the caller of such a request for the
+#: whole threshold, about 700 bytes each, but that of any other only until its reply.
+STREAMING_SERVICES: Final[frozenset[str]] = frozenset()
 
 #: The streams that each role owns; a bucket is the stream ``KV_<bucket>``. Nobody else reaches
 #: them, so a new one needs its line here.
@@ -36,6 +41,7 @@ OWNED_STREAMS: Final[dict[str, tuple[str, ...]]] = {
         "KV_chronus-requests",
     ),
     "tracer": ("KV_tracer-offsets",),
+    "operator": (),
 }
 
 _PUBLISHES: Final[dict[str, tuple[str, ...]]] = {
@@ -53,6 +59,7 @@ _PUBLISHES: Final[dict[str, tuple[str, ...]]] = {
         f"{ROOT}.*.evt.rollout.>",
     ),
     "tracer": (),
+    "operator": ("$SRV.>",),
 }
 
 _SUBSCRIBES: Final[dict[str, tuple[str, ...]]] = {
@@ -69,6 +76,7 @@ _SUBSCRIBES: Final[dict[str, tuple[str, ...]]] = {
         f"{ROOT}.{SYSTEM}.rollout.>",
     ),
     "tracer": (f"{ROOT}.*.trace.*",),
+    "operator": (subjects.EVENT_PATTERN, subjects.HEARTBEATS),
 }
 
 #: The calls of the JetStream API that take a stream's name, and what follows it.
@@ -158,15 +166,15 @@ def project_permissions(project: str) -> dict[str, Any]:
 def service_exports() -> list[dict[str, Any]]:
     """Return what the services' account offers to projects: each verb, and their events.
 
-    A request may have several replies, and the first may come late; see
-    :data:`RESPONSE_THRESHOLD_S`.
+    A reply may come as late as :data:`RESPONSE_THRESHOLD_S` says; all but
+    :data:`STREAMING_SERVICES` have exactly one.
     """
     offered: list[dict[str, Any]] = [
         {
             "name": _name(pattern),
             "subject": pattern,
             "type": "service",
-            "response_type": "Stream",
+            "response_type": "Stream" if pattern in STREAMING_SERVICES else "Singleton",
             "response_threshold": int(RESPONSE_THRESHOLD_S * _NANOSECONDS),
         }
         for pattern in subjects.USER_SERVICES

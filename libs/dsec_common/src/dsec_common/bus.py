@@ -165,7 +165,7 @@ class Bus:
     async def reply(self, to: ReplyAddress, message: Message) -> None:
         """Answer a caller whose request was handed on, in the encoding that it reads.
 
-        A caller may be answered several times. An address that is no reply subject is refused.
+        The server forwards one answer to each request, so exactly one service must give it.
 
         Raises:
             DsecError: ``denied`` for a subject that is no reply subject; as :meth:`publish`.

@@ -138,8 +138,11 @@ class NatsServer:
             raise self._start_error("ended")
 
     async def _answers(self) -> bool:
-        """Return whether the server greets; learn its port from the file it writes."""
-        if not self.port and not self._learn_port():
+        """Return whether the server greets, at the port in the file that it writes.
+
+        The file counts even for a given port: another server's greeting there is not ours.
+        """
+        if not self._learn_port():
             return False
         try:
             reader, writer = await asyncio.open_connection(self.host, self.port)

@@ -19,7 +19,7 @@ from dsec_common.streams import EVENTS
 from dsec_common.subjects import ScopedId
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
 from dsec_common.wire.base import Message, new_id
-from dsec_common.wire.layer import LayerKind
+from dsec_common.wire.layer import LayerImportProgress, LayerKind
 from dsec_common.wire.node import NodeHeartbeat, PlaceSandbox
 from dsec_common.wire.sandbox import (
     CreateSandbox,
@@ -85,8 +85,12 @@ class NodeForTests:
 
     async def start_service(self, kernel: Kernel | None = None, **parts: Any) -> None:
         """Start the daemon as its process would."""
-        self.service = SandboxdService(self.config, kernel=kernel, **parts)
+        self.service = self.make_service(kernel, **parts)
         await self.service.start()
+
+    def make_service(self, kernel: Kernel | None = None, **parts: Any) -> SandboxdService:
+        """Return a daemon of this node that has not started."""
+        return SandboxdService(self.config, kernel=kernel, **parts)
 
     async def stop_service(self) -> int:
         """Stop the daemon as SIGTERM would; return the exit code."""
@@ -104,9 +108,9 @@ class NodeForTests:
             self.heartbeats.append(request.message)
             self._event_seen.set()
 
-        # The bus decodes into whatever msgspec can, a union too; its signature names the usual case.
-        either: Any = SandboxRunning | SandboxEnded
-        await self.scheduler.subscribe(subjects.EVENT_PATTERN, either, on_event)
+        # The bus decodes whatever msgspec can, a union too; its signature names the usual case.
+        kinds: Any = SandboxRunning | SandboxEnded | LayerImportProgress
+        await self.scheduler.subscribe(subjects.EVENT_PATTERN, kinds, on_event)
         await self.scheduler.subscribe(subjects.HEARTBEATS, NodeHeartbeat, on_heartbeat)
         await self.scheduler.flush()
 

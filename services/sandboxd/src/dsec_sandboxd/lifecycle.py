@@ -209,14 +209,19 @@ class Sandboxes:
         """
         record = self.state.find(request.project, local_of(request))
         if record.state is not SandboxState.ENDED:
-            record = await self._end(record.local)
+            record = await self.end(record.local)
         return SandboxDeleted(
             cause_id=request.message.message_id,
             sandbox_id=f"{self.node}.{record.local}",
             end_cause=record.end_cause or EndCause.DELETED,
         )
 
-    async def _end(self, local: str) -> SandboxRecord:
+    async def end(self, local: str) -> SandboxRecord:
+        """End a sandbox of any project as its owner does; return its last record.
+
+        Raises:
+            DsecError: ``unavailable`` when the kernel has not let go of it yet.
+        """
         future = self._deletions.get(local)
         if future is None:
             future = self._deletions[local] = asyncio.get_running_loop().create_future()

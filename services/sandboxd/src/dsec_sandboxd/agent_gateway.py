@@ -1,0 +1,221 @@
+"""The way from an agent socket to the platform: Chronus for rollouts, the step log for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+from dsec_common import subjects
+from dsec_common.clock import Clock
+from dsec_common.errors import DsecError, ErrorCode, unavailable
+from dsec_common.subjects import ScopedId
+from dsec_common.wire.base import Message
+from dsec_common.wire.rollout import (
+    AwaitFeedback,
+    FeedbackState,
+    InspectRollout,
+    RolloutInfo,
+    StageAccepted,
+    StageReport,
+)
+from dsec_sandboxd.records import SandboxRecord
+
+_FIRST_PAUSE_S: Final = 0.05
+_LAST_PAUSE_S: Final = 1.0
+#: A request that got no answer in this time is sent again: the shard's owner may have died.
+_ATTEMPT_S: Final = 5.0
+#: Chronus is asked to wait so long at a time, so that a dead owner is noticed.
+_WAIT_SLICE_S: Final = 20.0
+
+ReplyT = TypeVar("ReplyT", bound=Message)
+
+
+class AgentGateway(Protocol):
+    """What the agent sockets need of the platform. Every call may be repeated."""
+
+    async def last_seq(self, record: SandboxRecord, deadline: float) -> int:
+        """Return the number of the rollout's newest report."""
+        ...
+
+    async def report(
+        self, record: SandboxRecord, seq: int, stage: str, payload: bytes, deadline: float
+    ) -> bool:
+        """Make a report durable; return whether it was there before. ``payload`` is packed."""
+        ...
+
+    async def await_feedback(
+        self, record: SandboxRecord, seq: int, deadline: float
+    ) -> FeedbackState:
+        """Return the feedback to a report, or that it is not ready at ``deadline``."""
+        ...
+
+    def log(
+        self,
+        record: SandboxRecord,
+        action: str,
+        *,
+        status: str,
+        latency_ms: float,
+        attributes: Mapping[str, str],
+        tokens_in: int = 0,
+        tokens_out: int = 0,
+        stage: str = "",
+    ) -> None:
+        """Write one step of the sandbox; never waits, never fails."""
+        ...
+
+
+class Asker(Protocol):
+    """The part of the bus that asks."""
+
+    async def request(
+        self, subject: str, message: Message, reply_type: type[ReplyT], *, timeout_s: float
+    ) -> ReplyT:
+        """Send a message and return the reply."""
+        ...
+
+
+class StepWriter(Protocol):
+    """The part of the step log that is written to."""
+
+    def step(
+        self,
+        record: SandboxRecord,
+        action: str,
+        *,
+        status: str = "ok",
+        latency_ms: float = 0.0,
+        attributes: Mapping[str, str] | None = None,
+        tokens_in: int = 0,
+        tokens_out: int = 0,
+        stage: str = "",
+    ) -> None:
+        """Write one step of a sandbox."""
+        ...
+
+
+class ChronusGateway:
+    """Speaks to the owner of the rollout's shard over the bus, again while it is away.
+
+    A report is known by its number, so asking again is safe. ``deadline`` is monotonic time.
+    """
+
+    def __init__(self, bus: Asker, steps: StepWriter, node: str, clock: Clock) -> None:
+        """Take the parts."""
+        self._bus = bus
+        self._steps = steps
+        self._node = node
+        self._clock = clock
+
+    async def last_seq(self, record: SandboxRecord, deadline: float) -> int:
+        """Return the number of the rollout's newest report.
+
+        Raises:
+            DsecError: ``not_found`` without such a rollout; ``unavailable`` at the deadline.
+        """
+        info = await self._ask(record, "inspect", InspectRollout(), RolloutInfo, deadline)
+        return info.last_seq
+
+    async def report(
+        self, record: SandboxRecord, seq: int, stage: str, payload: bytes, deadline: float
+    ) -> bool:
+        """Make a report durable; return whether it was there before.
+
+        Raises:
+            DsecError: what Chronus refuses; ``unavailable`` at the deadline.
+        """
+        report = StageReport(
+            seq=seq,
+            stage=stage,
+            payload=msgspec.Raw(payload),
+            sandbox_id=str(record.scoped_id(self._node)),
+        )
+        accepted = await self._ask(record, "report", report, StageAccepted, deadline)
+        return accepted.duplicate
+
+    async def await_feedback(
+        self, record: SandboxRecord, seq: int, deadline: float
+    ) -> FeedbackState:
+        """Return the feedback to a report, or that it is not ready at ``deadline``.
+
+        Raises:
+            DsecError: what Chronus refuses; ``unavailable`` when it was away at the deadline.
+        """
+        while True:
+            began = self._clock.monotonic()
+            wait_s = min(max(deadline - began, 0.0), _WAIT_SLICE_S)
+            feedback = await self._ask(
+                record,
+                "await",
+                AwaitFeedback(seq=seq, wait_s=wait_s),
+                FeedbackState,
+                deadline,
+                wait_s=wait_s,
+            )
+            now = self._clock.monotonic()
+            if feedback.ready or now >= deadline:
+                return feedback
+            if now - began < _FIRST_PAUSE_S:  # an owner that does not wait must not be hammered
+                await self._clock.sleep(_FIRST_PAUSE_S)
+
+    def log(
+        self,
+        record: SandboxRecord,
+        action: str,
+        *,
+        status: str,
+        latency_ms: float,
+        attributes: Mapping[str, str],
+        tokens_in: int = 0,
+        tokens_out: int = 0,
+        stage: str = "",
+    ) -> None:
+        """Write one step of the sandbox; never waits, never fails."""
+        self._steps.step(
+            record,
+            action,
+            status=status,
+            latency_ms=latency_ms,
+            attributes=attributes,
+            tokens_in=tokens_in,
+            tokens_out=tokens_out,
+            stage=stage,
+        )
+
+    async def _ask(
+        self,
+        record: SandboxRecord,
+        verb: str,
+        message: Message,
+        reply_type: type[ReplyT],
+        deadline: float,
+        *,
+        wait_s: float = 0.0,
+    ) -> ReplyT:
+        rollout_id = ScopedId.parse(record.rollout_id, "rollout id")
+        subject = subjects.rollout_system(record.project, rollout_id, verb)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._bus.request(
+                    subject, message, reply_type, timeout_s=wait_s + _ATTEMPT_S
+                )
+            except DsecError as error:
+                if not error.retryable:
+                    raise
+                if self._clock.monotonic() + pause_s > deadline:
+                    raise _away(record.rollout_id, error) from error
+                await self._clock.sleep(max(pause_s, min(error.retry_after_s, _LAST_PAUSE_S)))
+            pause_s = min(pause_s * 2, _LAST_PAUSE_S)
+
+
+def _away(rollout_id: str, error: DsecError) -> DsecError:
+    if error.code is ErrorCode.EXHAUSTED:
+        return error
+    return unavailable(
+        f"rollout {rollout_id} cannot be reached now ({error.message}); ask again with the same "
+        "seq",
+        rollout_id=rollout_id,
+    )

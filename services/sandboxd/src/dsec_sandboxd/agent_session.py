@@ -1,0 +1,180 @@
+"""What one sandbox's agent may ask, and what becomes of it.
+
+Who asks is known from the socket alone: nothing in a request names a sandbox or a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, assert_never
+
+from dsec_common.clock import Clock
+from dsec_common.errors import DsecError, not_found
+from dsec_common.wire.rollout import FeedbackState
+from dsec_sandboxd.agent_gateway import AgentGateway
+from dsec_sandboxd.agent_protocol import (
+    FRAME_MAX_BYTES,
+    PAYLOAD_MAX_BYTES,
+    PROTOCOL_VERSION,
+    WAIT_MAX_S,
+    AgentRequest,
+    Await,
+    Hello,
+    Log,
+    Report,
+    Step,
+    packed_payload,
+)
+from dsec_sandboxd.records import SandboxRecord
+
+#: How long a report is tried again while the platform is away, before the agent is told so.
+REPORT_TIMEOUT_S: Final = 30.0
+
+Json = dict[str, Any]
+
+
+class AgentSession:
+    """The agent's side of one sandbox; shared by all its connections."""
+
+    def __init__(
+        self, record: SandboxRecord, node: str, gateway: AgentGateway, clock: Clock
+    ) -> None:
+        """Take whose session it is, and the way out."""
+        self._record = record
+        self._node = node
+        self._gateway = gateway
+        self._clock = clock
+        self._numbering = asyncio.Lock()
+        self._logged_seq = 0
+        self._answered_seq = 0
+
+    @property
+    def local(self) -> str:
+        """The sandbox."""
+        return self._record.local
+
+    async def answer(self, request: AgentRequest, sent: Callable[[], None]) -> Json:
+        """Do what is asked and return the result.
+
+        Args:
+            request: any but a :class:`Log`, which :meth:`log` takes without waiting.
+            sent: called when the request's payload is no longer needed.
+
+        Raises:
+            DsecError: the refusal, for the agent.
+        """
+        match request:
+            case Hello():
+                return await self._hello()
+            case Report():
+                return await self._report(request)
+            case Await():
+                return await self._await(request.seq, request.wait_s)
+            case Step():
+                wait_s = request.wait_s
+                accepted = await self._report(request)
+                del request  # its payload too: the wait may be long
+                sent()
+                return await self._await(accepted["seq"], wait_s)
+            case Log():
+                return self.log(request)
+            case _:
+                assert_never(request)
+
+    def log(self, request: Log) -> Json:
+        """Write one step of the behaviour log."""
+        self._gateway.log(
+            self._record,
+            request.action,
+            status=request.status,
+            latency_ms=request.latency_ms,
+            attributes=request.attributes,
+            tokens_in=request.tokens_in,
+            tokens_out=request.tokens_out,
+        )
+        return {}
+
+    async def _hello(self) -> Json:
+        last_seq = 0
+        if self._record.rollout_id:
+            last_seq = await self._gateway.last_seq(self._record, self._deadline(REPORT_TIMEOUT_S))
+        return {
+            "protocol": PROTOCOL_VERSION,
+            "sandbox_id": str(self._record.scoped_id(self._node)),
+            "rollout_id": self._record.rollout_id,
+            "last_seq": last_seq,
+            "payload_max_bytes": PAYLOAD_MAX_BYTES,
+            "frame_max_bytes": FRAME_MAX_BYTES,
+        }
+
+    async def _report(self, request: Report | Step) -> Json:
+        self._need_rollout()
+        payload = packed_payload(request.payload)
+        if request.seq:
+            return await self._report_as(request.seq, request.stage, payload)
+        async with self._numbering:
+            deadline = self._deadline(REPORT_TIMEOUT_S)
+            seq = await self._gateway.last_seq(self._record, deadline) + 1
+            return await self._report_as(seq, request.stage, payload)
+
+    async def _report_as(self, seq: int, stage: str, payload: bytes) -> Json:
+        began = self._clock.monotonic()
+        duplicate = await self._gateway.report(
+            self._record, seq, stage, payload, self._deadline(REPORT_TIMEOUT_S)
+        )
+        # A repetition whose first answer got lost is a duplicate there, and not yet logged here.
+        if seq > self._logged_seq:
+            self._logged_seq = seq
+            self._step(stage, stage, began, {"seq": str(seq)})
+        return {"seq": seq, "duplicate": duplicate}
+
+    async def _await(self, seq: int, wait_s: float) -> Json:
+        self._need_rollout()
+        began = self._clock.monotonic()
+        wait_s = min(max(wait_s, 0.0), WAIT_MAX_S)
+        feedback = await self._gateway.await_feedback(self._record, seq, self._deadline(wait_s))
+        if not feedback.ready:
+            return {"ready": False, "seq": seq}
+        if seq > self._answered_seq:
+            self._answered_seq = seq
+            self._step("feedback", "", began, _told(feedback))
+        return {
+            "ready": True,
+            "seq": seq,
+            "payload": feedback.payload,
+            "reward": feedback.reward,
+            "done": feedback.done,
+        }
+
+    def _step(self, action: str, stage: str, began: float, attributes: dict[str, str]) -> None:
+        self._gateway.log(
+            self._record,
+            action,
+            status="ok",
+            latency_ms=1000 * (self._clock.monotonic() - began),
+            attributes=attributes,
+            stage=stage,
+        )
+
+    def _deadline(self, wait_s: float) -> float:
+        return self._clock.monotonic() + wait_s
+
+    def _need_rollout(self) -> None:
+        if not self._record.rollout_id:
+            raise _no_rollout(str(self._record.scoped_id(self._node)))
+
+
+def _told(feedback: FeedbackState) -> dict[str, str]:
+    told = {"seq": str(feedback.seq), "done": str(feedback.done).lower()}
+    if feedback.reward is not None:
+        told["reward"] = f"{feedback.reward:g}"
+    return told
+
+
+def _no_rollout(sandbox_id: str) -> DsecError:
+    return not_found(
+        f"sandbox {sandbox_id} serves no rollout, so nobody reads its reports; create it with a "
+        "rollout_id",
+        sandbox_id=sandbox_id,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -13,7 +13,7 @@ import msgspec
 
 from dsec.channel import ATTEMPTS_MAX, Channel
 from dsec.connection import Context, resolve_connection
-from dsec.events import Event, EventHub
+from dsec.events import EventHub, EventStream
 from dsec.layers import Layers
 from dsec.rollouts import Rollouts
 from dsec.sandbox import Sandbox
@@ -373,9 +373,9 @@ class DSecClient:
                 return whole
             after_seq = page.steps[-1].seq
 
-    def events(self) -> AsyncIterator[Event]:
-        """Return the project's events from now on: sandboxes running, ended, refused; imports."""
-        return self._event_hub().all()
+    def events(self) -> EventStream:
+        """Return the project's events, to be read within its context: sandboxes, imports."""
+        return EventStream(self._event_hub())
 
 
 def limits_of(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Any, Final, Self
 
 from dsec.channel import Channel
 from dsec_common import subjects
@@ -62,29 +63,53 @@ class EventHub:
             if not listeners:
                 del self._listeners[subject]
 
-    async def all(self) -> AsyncIterator[Event]:
-        """Yield the project's events from now on.
+
+class EventStream:
+    """The project's events: ``async with client.events() as events: async for event in events``.
+
+    None that is published within the context is missed, but while the connection is lost.
+    """
+
+    def __init__(self, hub: EventHub) -> None:
+        self._hub = hub
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._lost = False
+        self._listening = AsyncExitStack()
+
+    def _put(self, message: Message) -> None:
+        if self._queue.qsize() < _WAITING_MAX:
+            self._queue.put_nowait(message)
+        else:
+            self._lost = True
+
+    async def __aenter__(self) -> Self:
+        await self._listening.enter_async_context(self._hub.listening("", self._put))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        del kind, error, traceback
+        await self._listening.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """Return the next event; wait for it.
 
         Raises:
             DsecError: ``exhausted`` when the reader fell so far behind that events were lost.
         """
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        lost = False
-
-        def put(message: Message) -> None:
-            nonlocal lost
-            if queue.qsize() < _WAITING_MAX:
-                queue.put_nowait(message)
-            else:
-                lost = True
-
-        async with self.listening("", put):
-            while True:
-                if lost:
-                    raise DsecError(
-                        ErrorCode.EXHAUSTED,
-                        f"more than {_WAITING_MAX} events waited to be read and some were lost; "
-                        "read faster, or read the behaviour log, which keeps all",
-                        retryable=False,
-                    )
-                yield await queue.get()
+        if self._lost:
+            raise DsecError(
+                ErrorCode.EXHAUSTED,
+                f"more than {_WAITING_MAX} events waited to be read and some were lost; read "
+                "faster, or read the behaviour log, which keeps all",
+                retryable=False,
+            )
+        event: Event = await self._queue.get()
+        return event

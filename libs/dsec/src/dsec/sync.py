@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Final
 
 from dsec import client as asynchronous
+from dsec.events import EventStream as AsyncEventStream
 from dsec.layers import Layers as AsyncLayers
 from dsec.rollouts import Rollout as AsyncRollout
 from dsec.rollouts import Rollouts as AsyncRollouts
@@ -25,7 +26,7 @@ from dsec.rollouts import Stage as AsyncStage
 from dsec.sandbox import Sandbox as AsyncSandbox
 from dsec_common.errors import invalid
 
-__all__ = ["DSecClient", "Layers", "Rollout", "Rollouts", "Sandbox", "Stage"]
+__all__ = ["DSecClient", "EventStream", "Layers", "Rollout", "Rollouts", "Sandbox", "Stage"]
 
 _END: Final = object()
 
@@ -118,8 +119,15 @@ def _twin_of(kind: type, base: type[_Twin] = _Twin) -> Any:
         if not name.startswith("_") and inspect.isfunction(member) and name not in vars(base):
             members[name] = _delegate(name, member)
     if hasattr(kind, "__aenter__") and not hasattr(base, "__enter__"):
-        members |= {"__enter__": lambda self: self, "__exit__": _exit}
+        members |= {"__enter__": _enter, "__exit__": _exit}
+    if hasattr(kind, "__aiter__"):
+        members["__iter__"] = lambda self: _iterate(self._loop, self._inner)
     return type(kind.__name__, (base,), members)
+
+
+def _enter(self: _Twin) -> _Twin:
+    self._loop.run(self._inner.__aenter__())
+    return self
 
 
 def _exit(self: _Twin, *error: object) -> None:
@@ -159,6 +167,7 @@ class _ClientTwin(_Twin):
 
 
 Sandbox: Any = _twin_of(AsyncSandbox)
+EventStream: Any = _twin_of(AsyncEventStream)
 Layers: Any = _twin_of(AsyncLayers)
 Rollouts: Any = _twin_of(AsyncRollouts)
 Rollout: Any = _twin_of(AsyncRollout)
@@ -167,6 +176,7 @@ DSecClient: Any = _twin_of(asynchronous.DSecClient, _ClientTwin)
 
 _TWIN_OF: Final[dict[type, Any]] = {
     AsyncSandbox: Sandbox,
+    AsyncEventStream: EventStream,
     AsyncLayers: Layers,
     AsyncRollouts: Rollouts,
     AsyncRollout: Rollout,

@@ -173,11 +173,14 @@ def exec(  # noqa: A001  the verb that users know
     async def work(output: Output) -> int:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
 
+        words = command[1:] if command[0] == "--" else command
+        if not words:
+            raise UsageError("name the command to run after the sandbox's id")
         variables = pairs(env or (), "--env")
         data = sys.stdin.buffer.read() if stdin else b""
         async with client() as dsec:
             result = await dsec.sandbox(sandbox_id).exec(
-                " ".join(command) if shell else command,
+                " ".join(words) if shell else words,
                 env=variables,
                 cwd=cwd,
                 user=user,

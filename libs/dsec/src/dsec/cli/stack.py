@@ -249,8 +249,9 @@ def _stop(output: Output, layout: Layout, timeout_s: float) -> int:
     def say(was: str, cleaned: list[str]) -> int:
         if output.json:
             output.document({"was": was, "cleaned": cleaned})
-        elif cleaned:
-            output.say(f"it was killed earlier; ended what it left: {', '.join(cleaned)}")
+        elif was == "killed":
+            left = f"; ended what it had left: {', '.join(cleaned)}" if cleaned else ""
+            output.say(f"it was killed earlier{left}; cleaned up")
         else:
             output.say("stopped" if was == "running" else "nothing runs here")
         return 0

@@ -269,6 +269,31 @@ async def test_a_server_keeps_its_port_over_a_restart_and_leaves_no_process(tmp_
     assert not list(tmp_path.glob("*.ports"))  # noqa: ASYNC240  a test may wait for a listing
 
 
+async def test_a_server_ends_with_its_parent_even_when_that_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, sys; from dsec_common.embedded.nats import NatsServer\n"
+        "async def main():\n"
+        "    server = NatsServer(sys.argv[1]); await server.start()\n"
+        "    print(server.pid, flush=True); await asyncio.Event().wait()\n"
+        "asyncio.run(main())"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    server = os.pidfd_open(int(await parent.stdout.readline()))
+    try:
+        parent.kill()
+        await parent.wait()
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(server, ended.set)
+        async with asyncio.timeout(10):
+            await ended.wait()
+        asyncio.get_running_loop().remove_reader(server)
+    finally:
+        os.close(server)
+
+
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     async with NatsServer(tmp_path / "one") as one:
         taken = NatsServer(tmp_path / "two", port=one.port)

@@ -321,10 +321,14 @@ class Consumer(Generic[MessageT]):
                 await self._ask()
                 pause_s = max(self._pull_deadline - time.monotonic(), 0.01)
             except DsecError as error:
-                self.stats.last_error = str(error)
-                _log.warning(
-                    "a consumer waits", stream=self.stream, durable=self.durable, error=str(error)
-                )
+                if str(error) != self.stats.last_error:
+                    self.stats.last_error = str(error)
+                    _log.warning(
+                        "a consumer waits",
+                        stream=self.stream,
+                        durable=self.durable,
+                        error=str(error),
+                    )
                 pause_s = self._RETRY_S
             now = time.monotonic()
             if now >= progress_at:
@@ -365,10 +369,11 @@ class Consumer(Generic[MessageT]):
         )
 
     async def _receive(self, message: Msg) -> None:
-        current = message.subject == f"{self._prefix}.{self._pull}" or not message.headers
         status = (message.headers or {}).get("Status", "")
         if status and not message.reply:
-            self._pull_ended(message, status, current=current)
+            # Only the newest pull counts; an older one was given up.
+            if message.subject == f"{self._prefix}.{self._pull}":
+                self._pull_ended(message, status)
             return
         if self._outstanding:
             self._outstanding -= 1
@@ -377,10 +382,8 @@ class Consumer(Generic[MessageT]):
         task = asyncio.create_task(self._work(message), name=f"consume {self.stream}")
         self._tasks[task] = message
 
-    def _pull_ended(self, message: Msg, status: str, *, current: bool) -> None:
+    def _pull_ended(self, message: Msg, status: str) -> None:
         """Note that the server ended a pull: empty, expired, or the consumer is gone."""
-        if not current:
-            return
         self._outstanding = 0
         if status in {"409", "503"}:
             self._created = False

@@ -38,6 +38,8 @@ def find_nats_server() -> str:
 class NatsServer:
     """One NATS server with JetStream in a directory of its own.
 
+    It ends with the thread that started it, however that ends, so start it from one that stays.
+
     Args:
         directory: holds its configuration, data, accounts and log; kept when it stops.
         auth: whose accounts it obeys; None serves everyone, for tests of the transport alone.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib
 import pkgutil
 import sys
 from typing import TYPE_CHECKING, Final, cast
 
+import uvloop
 from rich.console import Console
 
 import benchmarks
 from benchmarks.report import Options, Report, all_met, to_json, to_table
 from dsec_common.errors import DsecError
+from dsec_common.logging import configure_logging
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -25,7 +26,7 @@ MET: Final = 0
 NOT_MET: Final = 1
 NOT_MEASURED: Final = 2
 
-_NOT_BENCHMARKS: Final = frozenset({"__main__", "peers", "report"})
+_NOT_BENCHMARKS: Final = frozenset({"__main__", "peers", "platform", "report"})
 
 
 def names() -> list[str]:
@@ -71,10 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(chosen: dict[str, Run], options: Options, *, as_json: bool) -> int:
     """Run the chosen benchmarks one after the other, printing each as soon as it is done."""
+    configure_logging("benchmark", level="error")
     reports = []
     for name, run in chosen.items():
         try:
-            report = asyncio.run(run(options))
+            report = uvloop.run(run(options))
         except DsecError as error:
             print(f"{name} was not measured: {error}", file=sys.stderr)
             return NOT_MEASURED

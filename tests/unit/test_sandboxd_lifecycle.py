@@ -432,6 +432,24 @@ async def test_the_behaviour_log_tells_a_sandboxs_whole_life(world: World) -> No
     assert world.steps[1].attributes["command"] == "echo 'a b'"
 
 
+async def test_a_command_that_the_end_cut_short_is_the_sandboxs_last_step(world: World) -> None:
+    await world.place()
+    gate = world.kernel.hold("exec")
+    running = asyncio.create_task(
+        refused(world.commands.exec(world.ask("s1", ExecCommand(argv=("true",)))))
+    )
+    while "exec" not in world.kernel.names():
+        await asyncio.sleep(0)
+    await world.delete()
+    gate.set()
+    assert (await running).code is ErrorCode.EXPIRED
+    assert [(step.seq, step.action, step.status) for step in world.steps] == [
+        (1, "create", "ok"),
+        (2, "delete", "ok"),
+        (3, "exec", "expired"),
+    ]
+
+
 async def test_a_stop_waits_for_commands_and_then_ends_everything(world: World) -> None:
     await world.place()
     gate = world.kernel.hold("exec")

@@ -404,7 +404,7 @@ class Sandboxes:
                 attributes={"reason": record.end_detail},
                 cause_id=record.request_id,
             )
-        self.parts.steps.forget(record.local)
+        self.parts.steps.end(record.local)
 
     # --- The kernel ---------------------------------------------------------------------------
 

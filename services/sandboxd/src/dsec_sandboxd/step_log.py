@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Final, Protocol
 
@@ -17,6 +18,7 @@ _log: Final = structlog.get_logger(__name__)
 #: Attributes are for reading; the whole of a command or a path is in the request itself.
 ATTRIBUTE_MAX: Final = 1024
 _NOT_LOGGED_EVERY: Final = 1000
+_ENDED_KEPT: Final = 10_000
 
 
 class StepWriter(Protocol):
@@ -39,6 +41,7 @@ class StepLog:
         self._node = node
         self._writer = writer
         self._last: dict[str, int] = {}
+        self._ended: OrderedDict[str, int] = OrderedDict()
         self.lost = 0
 
     def step(
@@ -56,7 +59,7 @@ class StepLog:
         error_code: str = "",
     ) -> None:
         """Write one step of a sandbox."""
-        seq = self._last[record.local] = self._last.get(record.local, 0) + 1
+        seq = self._next(record.local)
         if self._writer is None:
             return
         sandbox_id = f"{self._node}.{record.local}"
@@ -88,9 +91,18 @@ class StepLog:
             if self.lost % _NOT_LOGGED_EVERY == 1:
                 _log.warning("step_not_logged", lost=self.lost, error=str(error))
 
-    def forget(self, local: str) -> None:
-        """Drop the numbering of a sandbox that has written its last step."""
-        self._last.pop(local, None)
+    def _next(self, local: str) -> int:
+        if local in self._ended:  # a command that the sandbox's end cut short is told after it
+            self._ended[local] += 1
+            return self._ended[local]
+        seq = self._last[local] = self._last.get(local, 0) + 1
+        return seq
+
+    def end(self, local: str) -> None:
+        """Note that a sandbox is over; the numbering of the last 10,000 is kept for late steps."""
+        self._ended[local] = self._last.pop(local, 0)
+        if len(self._ended) > _ENDED_KEPT:
+            self._ended.popitem(last=False)
 
 
 def shortened(text: str) -> str:

@@ -216,11 +216,11 @@ def lease(verb: str) -> str:
     return f"{ROOT}.{SYSTEM}.lease.{_verb(verb)}"
 
 
-ROLLOUT_SYSTEM_VERBS: Final = ("report", "await")
+ROLLOUT_SYSTEM_VERBS: Final = ("report", "await", "inspect")
 
 
 def rollout_system(project: str, rollout_id: ScopedId, verb: str) -> str:
-    """Request/reply from a sandbox's node to the rollout's shard (``report``, ``await``).
+    """Request/reply from a sandbox's node to the rollout's shard: :data:`ROLLOUT_SYSTEM_VERBS`.
 
     The project is the sandbox's own, known to the node, and the shard's owner checks that the
     rollout belongs to it.
@@ -234,6 +234,9 @@ def rollout_system(project: str, rollout_id: ScopedId, verb: str) -> str:
 def rollout_journal(shard: str) -> str:
     """JetStream: the write-ahead log of one Chronus shard."""
     return f"{ROOT}.{SYSTEM}.journal.{validate_node(shard)}"
+
+
+ROLLOUT_JOURNALS: Final = f"{ROOT}.{SYSTEM}.journal.*"
 
 
 # --- Patterns that services subscribe to ----------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is spoken on an agent socket: frames, requests and answers. Pure; ``docs/agent-protocol.md``.
+"""What is spoken on an agent socket: frames, requests, answers. See ``docs/agent-protocol.md``.
 
 A frame is a length in four bytes, big-endian, and that many bytes of one JSON object. Everything
 here is given by a sandbox, so nothing is trusted: not lengths, not text, not numbers.
@@ -15,7 +15,7 @@ from dsec_common.errors import DsecError, ErrorCode, invalid
 from dsec_common.wire.base import ErrorReply
 
 PROTOCOL_VERSION: Final = 1
-#: Of a payload, as MessagePack: how it travels on and is stored.
+#: Of a payload, as the JSON that is sent.
 PAYLOAD_MAX_BYTES: Final = 256 * 1024
 #: Of a request's JSON: the payload and what stands around it.
 FRAME_MAX_BYTES: Final = PAYLOAD_MAX_BYTES + 16 * 1024
@@ -132,17 +132,17 @@ def packed_payload(payload: msgspec.Raw) -> bytes:
         DsecError: ``invalid`` when it is too large, nested too deep, or holds a number that does
             not fit 64 bits.
     """
-    try:
-        packed = msgspec.msgpack.encode(msgspec.json.decode(payload))
-    except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as error:
-        raise invalid(f"the payload cannot be carried: {error}") from error
-    if len(packed) > PAYLOAD_MAX_BYTES:
+    text = memoryview(payload)
+    if len(text) > PAYLOAD_MAX_BYTES:
         raise invalid(
-            f"the payload has {len(packed)} bytes as MessagePack, at most {PAYLOAD_MAX_BYTES} are "
-            "taken; write larger data to a file of the sandbox and report its path",
+            f"the payload has {len(text)} bytes, at most {PAYLOAD_MAX_BYTES} are taken; write "
+            "larger data to a file of the sandbox and report its path",
             limit=PAYLOAD_MAX_BYTES,
         )
-    return packed
+    try:
+        return msgspec.msgpack.encode(msgspec.json.decode(text))
+    except (msgspec.MsgspecError, RecursionError, OverflowError, UnicodeError) as error:
+        raise invalid(f"the payload cannot be carried: {error}") from error
 
 
 def encode_result(request_id: RequestId | None, result: dict[str, Any]) -> bytes:

@@ -39,6 +39,8 @@ from dsec_common.wire.sandbox import (
     WriteFile,
 )
 from dsec_sandboxd.admission import LimitMaxima, NodeRules
+from dsec_sandboxd.agent_gateway import ChronusGateway
+from dsec_sandboxd.agent_socket import AgentSocketServer
 from dsec_sandboxd.commands import Commands
 from dsec_sandboxd.config import SandboxdConfig
 from dsec_sandboxd.event_publisher import EventPublisher
@@ -51,7 +53,7 @@ from dsec_sandboxd.layers.store import LayerStore
 from dsec_sandboxd.layers_door import LayersDoor
 from dsec_sandboxd.lifecycle import Parts, Sandboxes
 from dsec_sandboxd.making import Maker
-from dsec_sandboxd.ports import AgentSockets, NoAgentSockets
+from dsec_sandboxd.ports import AgentSockets
 from dsec_sandboxd.record_store import RecordStore
 from dsec_sandboxd.state import NodeState
 from dsec_sandboxd.step_log import StepLog
@@ -118,7 +120,7 @@ class SandboxdService(Service[SandboxdConfig]):
         self._state = NodeState(self._rules())
         self._steps = StepLog(self.node, await self._open_log())
         self._events = EventPublisher(self.bus)
-        agent_sockets = self._given_agent_sockets or NoAgentSockets()
+        agent_sockets = self._given_agent_sockets or self._agent_socket_server()
         maker = Maker(kernel, holds, agent_sockets, config.run_path)
         self._sandboxes = Sandboxes(
             self._state,
@@ -159,6 +161,12 @@ class SandboxdService(Service[SandboxdConfig]):
         await self.bus.register(
             "dsec-sandboxd", version("dsec"), "Sandboxes, commands, files and layers of one node"
         )
+
+    def _agent_socket_server(self) -> AgentSockets:
+        gateway = ChronusGateway(self.bus, self._steps, self.node, self.clock)
+        server = AgentSocketServer(gateway, self.node, clock=self.clock)
+        self._opened.push_async_callback(server.aclose)
+        return server
 
     async def _open_log(self) -> LogProducer | None:
         if not self.config.kafka_bootstrap:

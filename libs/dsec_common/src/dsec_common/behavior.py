@@ -15,8 +15,6 @@ from dsec_common.behavior_text import from_text, to_text
 from dsec_common.errors import invalid
 from dsec_common.wire import behavior_pb2
 
-UINT64_MAX = 2**64 - 1
-
 
 class BehaviorLog(msgspec.Struct, frozen=True, kw_only=True):
     """One thing an agent did, or that was done for it. Immutable; every field has a default.

@@ -21,6 +21,7 @@ _TIME: Final = re.compile(
 )
 _LATENCY: Final = re.compile(r"(-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf)|nan)ms", re.ASCII)
 _UINT: Final = re.compile(r"\d{1,20}", re.ASCII)
+_UINT64_MAX: Final = 2**64 - 1
 
 #: Names that stand for the record's own fields; any other bare name is an attribute's.
 _FIELD_OF: Final = {
@@ -156,7 +157,7 @@ def _word(line: str, at: int) -> tuple[str, bool, int]:
 
 def _typed(line: str, at: int, name: str, value: str) -> str | int | float | bool:
     if name in _COUNTS:
-        if _UINT.fullmatch(value) is None:
+        if _UINT.fullmatch(value) is None or int(value) > _UINT64_MAX:
             raise _broken(line, at, f"a whole number for {name}")
         return int(value)
     if name == "latency":

@@ -27,6 +27,7 @@ _log = structlog.get_logger(__name__)
 
 _POLL_S: Final = 0.5
 _PING_EVERY_S: Final = 2.0
+_COMMIT_TIMEOUT_S: Final = 3.0
 _BATCH_RECORDS: Final = 500
 _METADATA_AGE_S: Final = 5.0
 _FIRST_PAUSE_S: Final = 0.1
@@ -120,7 +121,7 @@ class LogConsumer:
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             await self._commit(consumer)
-            await consumer.stop()
+            await _close(consumer)
         self.connected = False
 
     def __aiter__(self) -> Self:
@@ -164,7 +165,7 @@ class LogConsumer:
                 async with asyncio.timeout(self._kafka.request_timeout_s):
                     await listener.has_assigned.wait()
         except BaseException:
-            await consumer.stop()
+            await _close(consumer)
             raise
         self.connected = True
         self._heard_at = asyncio.get_running_loop().time()
@@ -195,7 +196,7 @@ class LogConsumer:
             self.connected = False
             self._consumer = None
             with contextlib.suppress(*KAFKA_FAILURES):
-                await consumer.stop()
+                await _close(consumer)
             return
         for messages in found.values():
             self._buffer.extend(messages)
@@ -254,7 +255,9 @@ class LogConsumer:
             return
         self._committed_at = asyncio.get_running_loop().time()
         try:
-            await consumer.commit(offsets)
+            # aiokafka itself would try until Kafka is back.
+            async with asyncio.timeout(_COMMIT_TIMEOUT_S):
+                await consumer.commit(offsets)
         except KAFKA_FAILURES as error:
             # Another reader took the partition, or Kafka is away: the records come again.
             _log.warning("log_commit_failed", reason=str(error) or repr(error))
@@ -286,6 +289,25 @@ class LogConsumer:
         trace: TracebackType | None,
     ) -> None:
         await self.stop()
+
+
+async def _close(consumer: Any) -> None:
+    """Stop aiokafka's consumer, all of it.
+
+    On a lost broker the cancellation of one of its own fetches escapes from its stop, which then
+    leaves the other fetches and the connections open.
+    """
+    try:
+        await consumer.stop()
+    except asyncio.CancelledError:
+        fetches = list(getattr(consumer._fetcher, "_pending_tasks", ()))  # noqa: SLF001  see above
+        for fetch in fetches:
+            fetch.cancel()
+        await asyncio.gather(*fetches, return_exceptions=True)
+        await consumer._client.close()  # noqa: SLF001  see above
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
+import structlog
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import (
@@ -29,6 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dsec_common.log_frame import LogRecord
+
+_log = structlog.get_logger(__name__)
+
+# It logs every attempt on a lost broker as an error, ten a second; the log says a loss once.
+if logging.getLogger("aiokafka").level == logging.NOTSET:
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 
 KAFKA_FAILURES: Final = (KafkaError, OSError, TimeoutError)
 """What a lost or refusing Kafka raises; everything else is a fault of ours."""
@@ -231,6 +239,8 @@ class KafkaLink:
             KafkaError: when no broker answers, or the topics are not what they were: some brokers
                 forget them over a restart, and some make them again with fewer partitions.
         """
+        if self._producer._sender.sender_task.done():  # noqa: SLF001  nothing else tells
+            raise KafkaError("the producer has failed")
         if not await self._producer.client.force_metadata_update():
             raise KafkaConnectionError("no broker answers")
         for topic, partitions in self._partitions.items():
@@ -266,13 +276,20 @@ class KafkaLink:
                 raise RecordsTooLargeError(records[start:at]) from None
 
     async def close(self) -> None:
-        """Close the connections at once. What is not acknowledged is not waited for.
+        """Close the connections at once; never raises. What is not acknowledged is not waited for.
 
         aiokafka's own stop waits until every batch is acknowledged, for ever when the broker is
-        gone, so its batches are failed and its sockets closed first.
+        gone. Here its sockets go first, so that requests under way fail; then the task that sends;
+        then the one that keeps the metadata, which the former may be waiting for.
         """
         producer = self._producer
+        producer._closed = True  # noqa: SLF001  else it complains when collected
+        try:
+            for connection in list(producer.client._conns.values()):  # noqa: SLF001  see above
+                connection.close()
+            async with asyncio.timeout(self._config.request_timeout_s):
+                await producer._sender.close()  # noqa: SLF001  see above
+        except Exception as error:  # noqa: BLE001  it is being thrown away
+            _log.debug("log_link_closed_hard", reason=repr(error))
         with contextlib.suppress(*KAFKA_FAILURES):
-            producer._message_accumulator.fail_all(KafkaError("closed"))  # noqa: SLF001  see above
             await producer.client.close()
-            await producer.stop()

@@ -31,6 +31,7 @@ _log = structlog.get_logger(__name__)
 PROVIDERS: Final = ("auto", "external", "apache", "embedded")
 JAVA_MAJOR: Final = 17
 _READY_TIMEOUT_S: Final = 60.0
+_PROBE_TIMEOUT_S: Final = 2.0
 _STOP_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.05
 _PORT_ATTEMPTS: Final = 5
@@ -81,7 +82,7 @@ class ExternalKafka:
 
     async def start(self) -> None:
         """Return when it answers; see :class:`KafkaProvider`."""
-        await _wait_ready(self._config, None)
+        await _wait_ready(self.bootstrap_servers, None)
 
     async def stop(self) -> None:
         """Do nothing: it is not ours."""
@@ -135,7 +136,7 @@ class _LocalKafka:
             except DsecError as error:
                 await self.stop()
                 # Between finding a port and binding it, another process may take it.
-                again = "already in use" in error.message and not self._port_is_given
+                again = "in use" in error.message and not self._port_is_given
                 if not again or attempt == _PORT_ATTEMPTS - 1:
                     raise
                 self._port = 0
@@ -150,7 +151,7 @@ class _LocalKafka:
     async def _start_once(self) -> None:
         command = await self._prepare()
         self._child = Child.start(command, log_file=self.log_file, cwd=self._directory)
-        await _wait_ready(KafkaConfig(bootstrap_servers=self.bootstrap_servers), self._child)
+        await _wait_ready(self.bootstrap_servers, self._child)
         await self._furnish()
 
     async def _prepare(self) -> list[str]:
@@ -263,6 +264,9 @@ class ApacheKafka(_LocalKafka):
             "share.coordinator.state.topic.replication.factor": 1,
             "share.coordinator.state.topic.min.isr": 1,
             "group.initial.rebalance.delay.ms": 0,
+            # After a crash the node waits for its own old session to end before it serves again.
+            "broker.session.timeout.ms": 3000,
+            "broker.heartbeat.interval.ms": 1000,
             "log.cleaner.dedupe.buffer.size": 16 * 1024 * 1024,
         }
         return "".join(f"{name}={value}\n" for name, value in settings.items())
@@ -326,24 +330,29 @@ def apache_is_there() -> bool:
     return java_major() >= JAVA_MAJOR and (jars_are_there() or shutil.which("mvn") is not None)
 
 
-async def _wait_ready(config: KafkaConfig, child: Child | None) -> None:
-    """Return when the broker answers with itself in its metadata."""
+async def _wait_ready(address: str, child: Child | None) -> None:
+    """Return when the broker answers with itself in its metadata.
+
+    With a child, it must be the child that answers: another process may have taken the port.
+    """
+    config = KafkaConfig(bootstrap_servers=address, request_timeout_s=_PROBE_TIMEOUT_S)
+    port = int(address.rpartition(":")[2])
     deadline = asyncio.get_running_loop().time() + _READY_TIMEOUT_S
     while True:
-        with contextlib.suppress(OSError):
-            if await is_ready(config):
-                return
         if child is not None and child.exit_status() is not None:
             raise DsecError(
                 ErrorCode.UNAVAILABLE,
                 f"Kafka ended with status {child.exit_status()} before it was ready; "
                 f"see {child.log_file}: {child.last_lines()}",
             )
+        if child is None or child.listens_on(port):
+            with contextlib.suppress(OSError):
+                if await is_ready(config):
+                    return
         if asyncio.get_running_loop().time() > deadline:
             where = f"; see {child.log_file}" if child is not None else ""
             raise DsecError(
                 ErrorCode.UNAVAILABLE,
-                f"Kafka at {config.bootstrap_servers} did not answer within "
-                f"{_READY_TIMEOUT_S:.0f} s{where}",
+                f"Kafka at {address} did not answer within {_READY_TIMEOUT_S:.0f} s{where}",
             )
         await asyncio.sleep(_POLL_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _POLL_S: Final = 0.02
 _LAST_BYTES: Final = 2000
+_LISTEN: Final = "0A"  # TCP_LISTEN, as the kernel's table writes it
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -61,6 +63,21 @@ class Child:
     def exit_status(self) -> int | None:
         """Return its exit status (negative: the signal that ended it); None while it runs."""
         return self._process.poll()
+
+    def listens_on(self, port: int) -> bool:
+        """Whether it is this child, and nobody else, that accepts connections on a TCP port."""
+        listening = set()
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                    listening.add(f"socket:[{fields[9]}]")
+        with contextlib.suppress(FileNotFoundError):
+            for descriptor in Path(f"/proc/{self.pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if str(descriptor.readlink()) in listening:
+                        return True
+        return False
 
     async def wait(self, timeout_s: float) -> int | None:
         """Return its exit status, or None when it still runs after ``timeout_s``."""

@@ -147,21 +147,25 @@ class Service(Generic[C]):
         log.info("starting", **describe(self.config))
         await self._serve_http()
         self._write_runtime_file()
-        connecting = asyncio.create_task(self._connect_bus(), name="connect")
+        # Any step may wait for a part that never comes; SIGTERM and a failed task end the wait.
+        preparing = asyncio.create_task(self._prepare(), name="prepare")
         stopping = asyncio.create_task(self._stop.wait(), name="stop")
-        await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({preparing, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        if not connecting.done():
-            connecting.cancel()
+        if not preparing.done():
+            preparing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await connecting
+                await preparing
             return
-        await connecting
+        await preparing
+        self._become(ServiceState.RUNNING)
+
+    async def _prepare(self) -> None:
+        await self._connect_bus()
         await self.open()
         await self.recover()
         await self.subscribe()
         await self.bus.flush()
-        self._become(ServiceState.RUNNING)
 
     async def _connect_bus(self) -> None:
         self.bus = await Bus.connect(

@@ -83,7 +83,10 @@ class InspectNode(Message, frozen=True, kw_only=True):
 
 
 class PlaceSandbox(Message, frozen=True, kw_only=True):
-    """Scheduler to node: admit and create, or refuse. The caller is answered straight by the node.
+    """Scheduler to node: admit and create, or refuse.
+
+    A node that made the sandbox tells the caller (header ``reply-to``) and the scheduler; one that
+    did not tells the scheduler alone, which may go on to another.
 
     Attributes:
         project: the caller's, known from its connection.

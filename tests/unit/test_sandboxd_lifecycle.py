@@ -36,6 +36,7 @@ from dsec_sandboxd.event_publisher import EventPublisher
 from dsec_sandboxd.files import Files
 from dsec_sandboxd.kernel.interface import EndCause as KernelEndCause
 from dsec_sandboxd.kernel.recording import RecordingKernel
+from dsec_sandboxd.layer_cache import LayerCache
 from dsec_sandboxd.layer_holds import LayerHolds
 from dsec_sandboxd.layers.records import Layer
 from dsec_sandboxd.lifecycle import Parts, Sandboxes
@@ -52,7 +53,12 @@ MIB = 1024 * 1024
 class Layers:
     """A project's layers by reference."""
 
+    def __init__(self) -> None:
+        self.references_version = "1"
+        self.asked: list[str] = []
+
     async def resolve(self, project: str, reference: str) -> Layer:
+        self.asked.append(reference)
         name, _, version = reference.partition("@")
         return Layer(
             project=project,
@@ -128,6 +134,7 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.kernel = RecordingKernel()
+        self.layers = Layers()
         self.holds = LayerHolds(self.kernel, idle_max=0)
         self.store = RecordStore(directory / "records")
         self.stream = Stream()
@@ -156,7 +163,7 @@ class World:
                 store=self.store,
                 events=self.events,
                 steps=step_log,
-                layers=Layers(),
+                layers=LayerCache(self.layers),
                 memory=Memory(),
                 replier=self.caller,
                 clock=SystemClock(),
@@ -473,6 +480,15 @@ async def test_listing_shows_a_project_its_own_by_label(world: World) -> None:
     assert [info.sandbox_id for info in found.sandboxes] == ["n1.a"]
     everything = await world.sandboxes.list(world.ask("x", ListNodeSandboxes(project="p")))
     assert [info.sandbox_id for info in everything.sandboxes] == ["n1.a", "n1.b"]
+
+
+async def test_references_are_asked_for_again_when_any_of_them_has_changed(world: World) -> None:
+    await world.place("a")
+    await world.place("b")
+    assert world.layers.asked == ["base@1", "tool@1"]
+    world.layers.references_version = "2"
+    await world.place("c")
+    assert world.layers.asked == ["base@1", "tool@1"] * 2
 
 
 async def test_a_message_that_names_the_same_layer_twice_is_invalid(world: World) -> None:

@@ -59,9 +59,10 @@ from dsec_sandboxd.events import (
 )
 from dsec_sandboxd.kernel.interface import EndCause as KernelEndCause
 from dsec_sandboxd.kernel.interface import Kernel
+from dsec_sandboxd.layer_cache import LayerCache
 from dsec_sandboxd.layers.records import Layer
 from dsec_sandboxd.making import Maker
-from dsec_sandboxd.ports import LayerResolver, MemoryAvailable, Replier
+from dsec_sandboxd.ports import MemoryAvailable, Replier
 from dsec_sandboxd.record_store import RecordStore
 from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.state import NodeState
@@ -84,7 +85,7 @@ class Parts:
     store: RecordStore
     events: EventPublisher
     steps: StepLog
-    layers: LayerResolver
+    layers: LayerCache
     memory: MemoryAvailable
     replier: Replier
     clock: Clock
@@ -178,9 +179,8 @@ class Sandboxes:
         if request.workspace:
             wanted.append((request.workspace, LayerKind.WORKSPACE))
         wanted += [(toolkit, LayerKind.TOOLKIT) for toolkit in request.toolkits]
-        layers = []
-        for reference, kind in wanted:
-            layer = await self.parts.layers.resolve(project, reference)
+        layers = await self.parts.layers.resolve(project, [reference for reference, _ in wanted])
+        for layer, (_, kind) in zip(layers, wanted, strict=True):
             if layer.kind is not kind:
                 raise invalid(
                     f"layer {layer.reference} is a {layer.kind.value}, not a {kind.value}; name it "
@@ -188,7 +188,6 @@ class Sandboxes:
                     field=kind.value,
                     reference=layer.reference,
                 )
-            layers.append(layer)
         digests = [layer.digest for layer in layers]
         if len(set(digests)) != len(digests):
             raise invalid("the same layer is named twice; name each once", field="toolkits")

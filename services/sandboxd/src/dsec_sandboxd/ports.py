@@ -7,7 +7,6 @@ from typing import Protocol
 
 from dsec_common.bus_types import ReplyAddress
 from dsec_common.wire.base import Message
-from dsec_sandboxd.layers.records import Layer
 from dsec_sandboxd.records import SandboxRecord
 
 
@@ -31,14 +30,6 @@ class NoAgentSockets:
 
     async def close(self, local: str) -> None:
         """Do nothing."""
-
-
-class LayerResolver(Protocol):
-    """The part of the layer store that a creation needs."""
-
-    async def resolve(self, project: str, reference: str) -> Layer:
-        """Return the layer that the project means."""
-        ...
 
 
 class Replier(Protocol):

@@ -48,6 +48,7 @@ from dsec_sandboxd.events import DrainBegan
 from dsec_sandboxd.files import Files
 from dsec_sandboxd.inventory import Inventory, find_gpus
 from dsec_sandboxd.kernel.interface import Kernel, KernelFacts
+from dsec_sandboxd.layer_cache import LayerCache
 from dsec_sandboxd.layer_holds import LayerHolds
 from dsec_sandboxd.layers.store import LayerStore
 from dsec_sandboxd.layers_door import LayersDoor
@@ -129,7 +130,7 @@ class SandboxdService(Service[SandboxdConfig]):
                 store=store,
                 events=self._events,
                 steps=self._steps,
-                layers=layers,
+                layers=LayerCache(layers),
                 memory=self._inventory,
                 replier=self.bus,
                 clock=self.clock,

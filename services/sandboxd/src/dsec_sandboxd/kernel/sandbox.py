@@ -106,6 +106,9 @@ class Sandbox:
                 self._arm(run, directory, timers)
             result = await run.done
             clean = not run.timed_out
+        except DsecError:
+            clean = True  # it never ran, or the whole sandbox is gone
+            raise
         finally:
             for timer in timers:
                 timer.cancel()

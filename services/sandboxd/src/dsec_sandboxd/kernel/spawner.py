@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-#: More would fill the socket; the spawner serves one at a time anyway.
+#: Room for thousands of creations that wait: the spawner serves one at a time.
+_SEND_BUFFER_BYTES: Final = 8 << 20
+_SO_SNDBUFFORCE: Final = 32
+#: Of everything but creations, which the service bounds itself.
 _REQUESTS_MAX: Final = 64
 _START_TIMEOUT_S: Final = 10.0
 
@@ -66,6 +69,7 @@ class Spawner:
         self._window = asyncio.Semaphore(_REQUESTS_MAX)
         self.alive = True
         channel.setblocking(False)
+        channel.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _SEND_BUFFER_BYTES)
         self._hello: asyncio.Future[Answer] = self._loop.create_future()
         self._waiting[0] = self._hello
         self._loop.add_reader(channel.fileno(), self._on_readable)

@@ -341,6 +341,11 @@ static void tell_exits(void)
             return;
         }
         command->told = true;
+        if (outcomes[i].step) { /* it never ran, so it left nothing in its pipes */
+            close_if_open(command->output);
+            close_if_open(command->error);
+            command->output = command->error = -1;
+        }
         if (command->output < 0 && command->error < 0)
             command->pid = 0;
     }

@@ -1,0 +1,315 @@
+"""Parts that fail or die: what is told, and that nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dsec_common.errors import DsecError, ErrorCode
+from dsec_sandboxd.kernel.interface import EndCause, SandboxEnded
+from dsec_sandboxd.kernel.linux import PROGRAMS, LinuxKernel
+from dsec_sandboxd.kernel.protocol import CREATE_HAS_RUN_MOUNT, SpawnerKind, SpawnerRequest
+from dsec_sandboxd.kernel.spawner import Spawner
+from kernel_world import (
+    MIB,
+    NODE,
+    UNIFIED,
+    Layers,
+    World,
+    cgroups_left,
+    descriptors_of,
+    wait_until_dead,
+)
+
+BASE_ID = 0x7000_0000
+
+
+@pytest.fixture
+async def spawner(layers: Layers) -> AsyncIterator[Spawner]:
+    """A spawner of its own with the base as layer 0."""
+    started = await Spawner.start(PROGRAMS / "spawner", PROGRAMS / "pid1")
+    image = os.open(layers.base, os.O_RDONLY)
+    try:
+        await started.request(SpawnerRequest(kind=SpawnerKind.HOLD, layer=0), [image])
+        yield started
+    finally:
+        os.close(image)
+        await started.stop()
+
+
+@pytest.fixture
+def group() -> Iterator[int]:
+    """A v2 directory to be cloned into; whatever is left in it is killed."""
+    path = UNIFIED / f"dsec-{NODE}-raw"
+    path.mkdir()
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    yield descriptor
+    os.close(descriptor)
+    (path / "cgroup.kill").write_text("1")
+    subprocess.run(
+        ["sh", "-c", 'while ! rmdir "$0" 2>/dev/null; do sleep 0.01; done', path],
+        check=True,
+        timeout=10,
+    )
+
+
+def create_request(**changes: object) -> SpawnerRequest:
+    values: dict[str, object] = {
+        "kind": SpawnerKind.CREATE,
+        "slot": 0,
+        "base_id": BASE_ID,
+        "layers": [0],
+        "disk_bytes": 4 * MIB,
+        "inodes": 100,
+        "hostname": "raw",
+    }
+    return SpawnerRequest(**(values | changes))  # type: ignore[arg-type]  # a test's shorthand
+
+
+async def failure_of(work: Awaitable[None]) -> DsecError | None:
+    """Return the typed error that some work ends with, or None."""
+    try:
+        await work
+    except DsecError as error:
+        return error
+    return None
+
+
+async def held(spawner: Spawner) -> int:
+    # It answers before it closes what a request brought: one more answer, and all is closed.
+    await spawner.request(SpawnerRequest(kind=SpawnerKind.RELEASE, slot=0))
+    return len(descriptors_of(spawner.pid))
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "error"),
+    [
+        ({"layers": [1]}, "protocol", errno.ENOENT),
+        ({"layers": []}, "protocol", errno.EINVAL),
+        ({"layers": [5000]}, "protocol", errno.ENOENT),
+        ({"base_id": 0}, "protocol", errno.EINVAL),
+        ({"base_id": 65535}, "protocol", errno.EINVAL),
+        ({"base_id": 0xFFFF_FFFF}, "protocol", errno.EINVAL),
+        ({"slot": 4096}, "protocol", errno.EINVAL),
+        ({"hostname": "x" * 64}, "protocol", errno.EINVAL),
+        ({"controllers": 2}, "protocol", errno.EINVAL),
+        ({"flags": CREATE_HAS_RUN_MOUNT}, "protocol", errno.EINVAL),
+        ({"disk_bytes": 0}, "protocol", errno.EINVAL),
+    ],
+)
+async def test_a_wrong_request_names_what_is_wrong_and_leaves_nothing(
+    spawner: Spawner, group: int, changes: dict[str, object], step: str, error: int
+) -> None:
+    before = await held(spawner)
+    with pytest.raises(DsecError) as caught:
+        await spawner.request(create_request(**changes), [group])
+    assert caught.value.details["operation"] == step
+    assert caught.value.details["errno"] == errno.errorcode[error]
+    assert await held(spawner) == before
+    assert (UNIFIED / f"dsec-{NODE}-raw/cgroup.procs").read_text() == ""
+
+
+async def test_a_failed_step_of_the_spawner_kills_the_child_and_closes_everything(
+    spawner: Spawner, group: int
+) -> None:
+    await spawner.request(SpawnerRequest(kind=SpawnerKind.WARM, slot=0, base_id=BASE_ID))
+    before = await held(spawner)
+    somewhere = os.open("/", os.O_RDONLY)
+    cases = [
+        ("clone", create_request(), [somewhere]),
+        ("cgroup_enter", create_request(controllers=1), [group, somewhere]),
+        ("overlay", create_request(layers=[0] * 16), [group]),
+    ]
+    try:
+        for step, request, descriptors in cases:
+            future = spawner.send(request, descriptors)
+            reply, received = await future
+            if step == "overlay" and not reply.error:  # the same layer many times is possible
+                for descriptor in received:
+                    os.close(descriptor)
+                await spawner.request(SpawnerRequest(kind=SpawnerKind.RELEASE, slot=0))
+                continue
+            with pytest.raises(DsecError) as caught:
+                await spawner.request(request, descriptors)
+            assert caught.value.details["operation"] == step
+            assert await held(spawner) == before, step
+    finally:
+        os.close(somewhere)
+
+
+async def test_a_step_of_the_child_that_fails_is_named_on_the_control_socket(
+    world: World, group: int, spawner: Spawner
+) -> None:
+    # A plain directory is no detached mount: moving it to /run/dsec fails inside.
+    not_a_mount = os.open(world.directory, os.O_RDONLY)
+    try:
+        _, received = await spawner.request(
+            create_request(flags=CREATE_HAS_RUN_MOUNT), [group, not_a_mount]
+        )
+    finally:
+        os.close(not_a_mount)
+    from dsec_sandboxd.kernel.init import InitClient  # noqa: PLC0415  only here
+
+    pidfd, control = received
+    client = InitClient(control, lambda: None)
+    with pytest.raises(DsecError) as caught:
+        await client.ready
+    assert caught.value.details["operation"] == "run_mount"
+    client.close()
+    os.close(pidfd)
+
+
+async def test_an_init_that_cannot_be_executed_is_an_error_without_leftovers(
+    tmp_path: Path, layers: Layers
+) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    shutil.copy(PROGRAMS / "spawner", programs / "spawner")
+    (programs / "pid1").write_text("not a program")
+    kernel = LinuxKernel(NODE, programs)
+    await kernel.start()
+    world = World(kernel, layers, tmp_path)
+    await kernel.hold_layer("base", layers.base)
+    try:
+        with pytest.raises(DsecError) as caught:
+            await kernel.create(world.spec(layers=("base",)))
+        assert caught.value.details["operation"] == "exec_init"
+        assert cgroups_left() == []
+    finally:
+        await kernel.close()
+
+
+async def test_missing_programs_say_what_to_do(tmp_path: Path) -> None:
+    kernel = LinuxKernel(NODE, tmp_path)
+    with pytest.raises(DsecError) as caught:
+        await kernel.start()
+    assert caught.value.code is ErrorCode.UNSUPPORTED
+    assert "make" in caught.value.message
+
+
+async def test_a_daemon_out_of_descriptors_refuses_and_recovers(world: World) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(name) for name in descriptors_of())
+    for spare in range(2, 9):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+        try:
+            error = await failure_of(world.create())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert error is None or error.code is ErrorCode.EXHAUSTED, (spare, error)
+        await world.kernel.destroy("a")
+        assert cgroups_left() == []
+    await world.create()
+    assert await world.say("echo fine") == "fine"
+
+
+async def test_a_killed_spawner_is_replaced_and_sandboxes_live_on(world: World) -> None:
+    await world.create("a")
+    spawner = world.kernel._spawner
+    assert spawner is not None
+    os.kill(spawner.pid, signal.SIGKILL)
+    assert await world.say("cat /work/code.txt", local="a") == "from the workspace"
+    for _ in range(3):
+        error = await failure_of(world.create("b"))
+        if error is None:
+            break
+        assert error.code is ErrorCode.UNAVAILABLE  # the death was noticed by this request
+    assert await world.say("cat /work/code.txt", local="b") == "from the workspace"
+    await world.kernel.destroy("a")
+
+
+async def test_a_spawner_killed_while_it_creates_leaves_nothing(world: World) -> None:
+    for turns in range(6):
+        spawner = await world.kernel._living_spawner()
+        creating = asyncio.ensure_future(world.create())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        os.kill(spawner.pid, signal.SIGKILL)
+        error = await failure_of(creating)
+        if error is not None:
+            assert error.code in {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL}
+            assert cgroups_left() == []
+        await world.kernel.destroy("a")
+
+
+async def test_a_killed_init_is_reported_with_its_cause_and_cleared_away(world: World) -> None:
+    await world.create("a")
+    await world.create("b")
+    running = asyncio.ensure_future(world.run("sleep", "1000"))
+    await world.say("true")
+    os.kill(world.init_pid(), signal.SIGKILL)
+    with pytest.raises(DsecError) as caught:
+        await running
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    events = world.kernel.ended()
+    event = await anext(events)
+    assert (event.local, event.cause) == ("a", EndCause.KILLED)
+    assert not world.cgroup().exists()
+    assert await world.say("echo alive", local="b") == "alive"
+    await world.create("a")
+
+
+async def test_destroy_is_not_reported_as_an_end(world: World) -> None:
+    await world.create()
+    await world.kernel.destroy("a")
+    await world.kernel.close()
+    seen: list[SandboxEnded] = [event async for event in world.kernel.ended()]
+    assert seen == []
+
+
+CRASHING_DAEMON = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from dsec_sandboxd.kernel.interface import CommandSpec, SandboxSpec
+from dsec_sandboxd.kernel.linux import LinuxKernel
+
+async def main():
+    kernel = LinuxKernel(sys.argv[1])
+    await kernel.start()
+    await kernel.hold_layer("base", Path(sys.argv[2]))
+    for local in ("x", "y"):
+        await kernel.create(SandboxSpec(local=local, layers=("base",), memory_bytes=64 << 20,
+            cpus=1, pids=32, disk_bytes=8 << 20, inodes=100))
+    await kernel.exec("x", CommandSpec(argv=("/bin/sh", "-c", "sleep 1000 >/dev/null 2>&1 &")))
+    print(kernel._spawner.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_what_a_crashed_daemon_left_is_recovered_and_its_spawner_is_gone(
+    layers: Layers,
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CRASHING_DAEMON, NODE, str(layers.base), stdout=subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    wait_until_dead(int(output))
+    left = [
+        int(pid)
+        for path in UNIFIED.glob(f"dsec-{NODE}/**/cgroup.procs")
+        for pid in path.read_text().split()
+    ]
+    assert len(left) == 3
+    kernel = LinuxKernel(NODE)
+    await kernel.start()
+    try:
+        assert await kernel.recover() == ["x", "y"]
+        assert await kernel.recover() == []
+        for pid in left:
+            wait_until_dead(pid)
+        assert cgroups_left() == []
+    finally:
+        await kernel.close()

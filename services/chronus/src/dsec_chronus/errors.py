@@ -1,0 +1,119 @@
+"""Chronus's refusals, worded once."""
+
+from __future__ import annotations
+
+from dsec_common.errors import DsecError, ErrorCode, invalid, not_found, unavailable
+
+
+def rollout_unknown(rollout_id: str) -> DsecError:
+    """Return the error for a rollout that is not there, or another project's."""
+    return not_found(
+        f"no rollout {rollout_id} in this project; it was never opened, or closed and forgotten",
+        rollout_id=rollout_id,
+    )
+
+
+def rollout_closed(rollout_id: str) -> DsecError:
+    """Return the error for a change to a closed rollout."""
+    return DsecError(
+        ErrorCode.EXPIRED,
+        f"rollout {rollout_id} is closed: it takes no more reports and gets no more feedback",
+        details={"rollout_id": rollout_id},
+    )
+
+
+def opened_otherwise(rollout_id: str) -> DsecError:
+    """Return the error for an idempotency key that is used again for something else."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"this idempotency key opened rollout {rollout_id} with other labels; use another key",
+        details={"rollout_id": rollout_id},
+    )
+
+
+def report_gap(rollout_id: str, seq: int, expected_seq: int) -> DsecError:
+    """Return the error for a report that does not follow the last one."""
+    return invalid(
+        f"report {seq} of rollout {rollout_id} is not the next: reports count from 1 without a "
+        f"gap, {expected_seq} is expected",
+        rollout_id=rollout_id,
+        seq=seq,
+        expected_seq=expected_seq,
+    )
+
+
+def reported_otherwise(rollout_id: str, seq: int, last_seq: int) -> DsecError:
+    """Return the error for a report whose number another report has."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"rollout {rollout_id} has another report {seq} already; {last_seq + 1} is the next",
+        details={"rollout_id": rollout_id, "seq": seq, "expected_seq": last_seq + 1},
+    )
+
+
+def nothing_to_answer(rollout_id: str, seq: int, last_seq: int) -> DsecError:
+    """Return the error for feedback to a report that is not there."""
+    return invalid(
+        f"rollout {rollout_id} has no report {seq} to answer; its last is {last_seq}",
+        rollout_id=rollout_id,
+        seq=seq,
+        last_seq=last_seq,
+    )
+
+
+def answered_otherwise(rollout_id: str, seq: int) -> DsecError:
+    """Return the error for a second, different feedback."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"report {seq} of rollout {rollout_id} has other feedback already, which may have reached "
+        "the sandbox",
+        details={"rollout_id": rollout_id, "seq": seq},
+    )
+
+
+def too_large(what: str, size: int, limit: int, unit: str = "bytes") -> DsecError:
+    """Return the error for something beyond its limit."""
+    return invalid(
+        f"{what} has {size} {unit}, at most {limit} are taken; put large data into a file or an "
+        "object store and send where it is",
+        size=size,
+        limit=limit,
+    )
+
+
+def bad_seq(seq: int) -> DsecError:
+    """Return the error for a number that no report can have."""
+    return invalid(f"{seq} is no report's number: reports count from 1", seq=seq)
+
+
+def bad_reward(reward: float) -> DsecError:
+    """Return the error for a reward that is no number."""
+    return invalid(f"a reward must be a finite number, not {reward!r}")
+
+
+def shard_full(shard: str, limit_bytes: int) -> DsecError:
+    """Return the error for a shard that may hold no more."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"shard {shard} holds {limit_bytes} bytes of rollouts, its limit; close rollouts that are "
+        "done, or raise shard_bytes_max",
+        retry_after_s=5.0,
+        details={"shard": shard, "limit_bytes": limit_bytes},
+    )
+
+
+def too_many_waiting(shard: str, what: str, limit: int) -> DsecError:
+    """Return the error for a shard on which enough requests wait."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"{limit} {what} wait on shard {shard} already; try again a little later",
+        retry_after_s=0.2,
+        details={"shard": shard, "limit": limit},
+    )
+
+
+def shard_moving(shard: str) -> DsecError:
+    """Return the error for a shard that this process does not own, or no more."""
+    return unavailable(
+        f"shard {shard} is changing its owner; ask again", retry_after_s=0.1, shard=shard
+    )

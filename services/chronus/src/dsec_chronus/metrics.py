@@ -1,0 +1,17 @@
+"""What Chronus counts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import Counter, Gauge
+
+SHARDS: Final = Gauge("dsec_chronus_shards", "Shards that this process owns")
+ROLLOUTS: Final = Gauge("dsec_chronus_rollouts", "Rollouts in the shards of this process")
+POLLS: Final = Gauge("dsec_chronus_polls", "Requests that wait for a stage or for feedback")
+REQUESTS: Final = Counter(
+    "dsec_chronus_requests_total", "Requests that were answered", ["verb", "outcome"]
+)
+FRAMES: Final = Counter("dsec_chronus_frames_total", "Frames by what became of them", ["outcome"])
+RECORDS: Final = Counter("dsec_chronus_records_total", "Records in durable frames")
+TAKEOVERS: Final = Counter("dsec_chronus_takeovers_total", "Shards taken, by success", ["outcome"])

@@ -1,0 +1,450 @@
+"""The shell of one shard: messages become events, effects become frames and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, assert_never
+
+import msgspec
+import structlog
+
+from dsec_chronus import metrics
+from dsec_chronus.config import ChronusConfig
+from dsec_chronus.effects import Answer, Effect, PurgeJournal, Refuse, WriteFrame
+from dsec_chronus.errors import bad_reward, shard_moving, too_large
+from dsec_chronus.events import (
+    AwaitAsked,
+    ClockTicked,
+    CloseAsked,
+    Event,
+    FeedbackAsked,
+    FrameFailed,
+    FrameRead,
+    FrameWritten,
+    InspectAsked,
+    Moment,
+    NextAsked,
+    OpenAsked,
+    ReportAsked,
+    ShardLost,
+    SweepDue,
+)
+from dsec_chronus.journal import FencedError, Journal
+from dsec_chronus.records import pack
+from dsec_chronus.state import ShardState
+from dsec_common import subjects
+from dsec_common.bus import Bus, ReplyAddress, Request, Served, current_traceparent
+from dsec_common.bus_types import Handler, MessageT
+from dsec_common.clock import Clock
+from dsec_common.errors import DsecError
+from dsec_common.subjects import ScopedId
+from dsec_common.wire.rollout import (
+    AwaitFeedback,
+    CloseRollout,
+    InspectRollout,
+    NextStages,
+    OpenRollout,
+    SendFeedback,
+    StageReport,
+)
+
+log = structlog.get_logger()
+
+STAGE_CHARACTERS_MAX: Final = 256
+LABELS_BYTES_MAX: Final = 16 * 1024
+SANDBOX_ID_CHARACTERS_MAX: Final = 128
+
+_CONCURRENCY: Final = 1024
+"""Handlers only start things, so this bounds nothing but a burst."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Who waits for an answer, and the story that it belongs to."""
+
+    verb: str
+    address: ReplyAddress
+    message_id: str
+    traceparent: str
+
+
+class Shard:
+    """One shard that this process owns: from :meth:`start` to :meth:`stop` or :meth:`abandon`.
+
+    Args:
+        name: the shard's name.
+        bus: a connected bus.
+        config: limits.
+        clock: time.
+        is_owner: whether the lease still runs.
+        is_leaving: whether the process is about to close its connection.
+        on_end: called once when the shard ends by itself, with what went wrong: a
+            :class:`FencedError` when it is another's, anything else is a fault of this program.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        config: ChronusConfig,
+        clock: Clock,
+        *,
+        is_owner: Callable[[], bool],
+        is_leaving: Callable[[], bool],
+        on_end: Callable[[Exception], None],
+    ) -> None:
+        self.name = name
+        self._bus = bus
+        self._clock = clock
+        self._is_owner = is_owner
+        self._is_leaving = is_leaving
+        self._on_end = on_end
+        self.core = ShardState(name, config)
+        self._journal = Journal(bus, name, clock, is_owner)
+        self._ids = itertools.count(1)
+        self._callers: dict[int, _Caller] = {}
+        self._to_write: asyncio.Queue[WriteFrame | PurgeJournal] = asyncio.Queue()
+        self._settled = asyncio.Event()
+        self._served: list[Served[Any]] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticking: set[asyncio.Task[None]] = set()
+        self._lost = False
+        self._gone = False
+
+    # --- The life of a shard ------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Take the journal over, read it, and answer requests from then on.
+
+        Raises:
+            FencedError: the lease ran out meanwhile.
+            DsecError: ``unavailable`` or ``timeout`` when NATS does not answer.
+        """
+        async for sequence, frame in self._journal.take():
+            await self._handle(FrameRead(frame=frame, sequence=sequence))
+        self._writer = asyncio.create_task(self._write(), name=f"journal {self.name}")
+        await self._serve(subjects.any_project_rollout(self.name, "next"), NextStages, self._next)
+        await self._serve(
+            subjects.any_project_rollout(self.name, "feedback"), SendFeedback, self._feedback
+        )
+        await self._serve(
+            subjects.any_project_rollout(self.name, "inspect"), InspectRollout, self._inspect
+        )
+        await self._serve(
+            subjects.any_project_rollout(self.name, "close"), CloseRollout, self._close
+        )
+        await self._serve(
+            subjects.any_system_rollout(self.name, "report"), StageReport, self._report
+        )
+        await self._serve(
+            subjects.any_system_rollout(self.name, "await"), AwaitFeedback, self._await
+        )
+        await self._serve(
+            subjects.any_system_rollout(self.name, "inspect"), InspectRollout, self._inspect_by_node
+        )
+        await self._serve(subjects.any_system_rollout(self.name, "open"), OpenRollout, self._open)
+        await self._bus.flush()
+
+    async def _serve(self, subject: str, kind: type[MessageT], handler: Handler[MessageT]) -> None:
+        served = await self._bus.serve(
+            subject, kind, handler, concurrency=_CONCURRENCY, max_pending=16 * _CONCURRENCY
+        )
+        self._served.append(served)
+
+    async def stop(self, timeout_s: float) -> None:
+        """End in order: take no more, finish what waits for the journal, tell who still waits."""
+        await self._unsubscribe()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.core.settled and not self._lost:
+                    self._settled.clear()
+                    await self._settled.wait()
+        await self.abandon()
+
+    async def abandon(self) -> None:
+        """End at once: whoever waits is told to ask again."""
+        self._lost = True
+        self._settled.set()
+        if self._writer is not None:
+            self._writer.cancel()
+            await asyncio.wait({self._writer})
+        self._writer = None
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._perform(self.core.handle(ShardLost(error=shard_moving(self.name))))
+        await self._unsubscribe()
+        self._gone = True
+        for task in list(self._ticking):
+            await task
+
+    async def _unsubscribe(self) -> None:
+        # A client that is not connected cannot take its word back: it subscribes all again later.
+        while self._served and not self._bus.connected and not self._is_leaving():
+            await self._clock.sleep(0.05)
+        while self._served:
+            await self._bus.unsubscribe(self._served.pop())
+
+    # --- What comes in ------------------------------------------------------------------------
+
+    async def _open(self, request: Request[OpenRollout]) -> None:
+        project, rollout_id = subjects.system_rollout_of(request.subject)
+        await self.open(request, project, rollout_id)
+
+    async def open(self, request: Request[OpenRollout], project: str, rollout_id: ScopedId) -> None:
+        """Open a rollout and answer the request's caller once it is durable.
+
+        Raises:
+            DsecError: ``invalid`` for too many labels; ``unavailable`` when the shard is moving.
+        """
+        labels = request.message.labels
+        size = sum(len(name.encode()) + len(value.encode()) for name, value in labels.items())
+        if size > LABELS_BYTES_MAX:
+            raise too_large("the rollout's labels", size, LABELS_BYTES_MAX)
+        await self._take(
+            "open",
+            request,
+            lambda request_id: OpenAsked(
+                request_id=request_id,
+                project=project,
+                local=rollout_id.local,
+                labels=labels,
+                at=self._now(),
+            ),
+        )
+
+    async def _report(self, request: Request[StageReport]) -> None:
+        project, rollout_id = subjects.system_rollout_of(request.subject)
+        report = request.message
+        _limit("the stage's name", report.stage, STAGE_CHARACTERS_MAX)
+        _limit("the sandbox id", report.sandbox_id, SANDBOX_ID_CHARACTERS_MAX)
+        payload = pack(report.payload)
+        await self._take(
+            "report",
+            request,
+            lambda request_id: ReportAsked(
+                request_id=request_id,
+                project=project,
+                local=rollout_id.local,
+                seq=report.seq,
+                stage=report.stage,
+                payload=payload,
+                sandbox_id=report.sandbox_id,
+                at=self._now(),
+            ),
+        )
+
+    async def _await(self, request: Request[AwaitFeedback]) -> None:
+        project, rollout_id = subjects.system_rollout_of(request.subject)
+        await self._take(
+            "await",
+            request,
+            lambda request_id: AwaitAsked(
+                request_id=request_id,
+                project=project,
+                local=rollout_id.local,
+                seq=request.message.seq,
+                wait_s=request.message.wait_s,
+                at=self._now(),
+            ),
+        )
+
+    async def _next(self, request: Request[NextStages]) -> None:
+        asked = request.message
+        await self._take(
+            "next",
+            request,
+            lambda request_id: NextAsked(
+                request_id=request_id,
+                project=subjects.project_of(request.subject),
+                local=subjects.scoped_id_of(request.subject).local,
+                after_seq=asked.after_seq,
+                wait_s=asked.wait_s,
+                limit=asked.limit,
+                at=self._now(),
+            ),
+        )
+
+    async def _feedback(self, request: Request[SendFeedback]) -> None:
+        given = request.message
+        if given.reward is not None and not math.isfinite(given.reward):
+            raise bad_reward(given.reward)
+        payload = pack(given.payload)
+        await self._take(
+            "feedback",
+            request,
+            lambda request_id: FeedbackAsked(
+                request_id=request_id,
+                project=subjects.project_of(request.subject),
+                local=subjects.scoped_id_of(request.subject).local,
+                seq=given.seq,
+                payload=payload,
+                reward=given.reward,
+                done=given.done,
+                at=self._now(),
+            ),
+        )
+
+    async def _inspect(self, request: Request[InspectRollout]) -> None:
+        await self._take(
+            "inspect",
+            request,
+            lambda request_id: InspectAsked(
+                request_id=request_id,
+                project=subjects.project_of(request.subject),
+                local=subjects.scoped_id_of(request.subject).local,
+                at=self._now(),
+            ),
+        )
+
+    async def _inspect_by_node(self, request: Request[InspectRollout]) -> None:
+        project, rollout_id = subjects.system_rollout_of(request.subject)
+        await self._take(
+            "inspect",
+            request,
+            lambda request_id: InspectAsked(
+                request_id=request_id,
+                project=project,
+                local=rollout_id.local,
+                at=self._now(),
+            ),
+        )
+
+    async def _close(self, request: Request[CloseRollout]) -> None:
+        await self._take(
+            "close",
+            request,
+            lambda request_id: CloseAsked(
+                request_id=request_id,
+                project=subjects.project_of(request.subject),
+                local=subjects.scoped_id_of(request.subject).local,
+                at=self._now(),
+            ),
+        )
+
+    async def sweep(self) -> None:
+        """Forget rollouts that are over."""
+        if not self._lost:
+            await self._handle(SweepDue(at=self._now()))
+
+    # --- Through the core ---------------------------------------------------------------------
+
+    def _now(self) -> Moment:
+        return Moment(self._clock.now(), self._clock.monotonic())
+
+    async def _take(
+        self, verb: str, request: Request[MessageT], event_of: Callable[[int], Event]
+    ) -> None:
+        """Hand a request to the core, whose answer may come now or much later.
+
+        Raises:
+            DsecError: ``unavailable`` when the shard may be another's by now.
+        """
+        if self._gone:
+            # A subscription that outlived a lost connection; the shard's owner answers.
+            return
+        if self._lost or not self._is_owner():
+            raise shard_moving(self.name)
+        request_id = next(self._ids)
+        event = event_of(request_id)
+        self._callers[request_id] = _Caller(
+            verb, request.caller, request.message.message_id, request.traceparent
+        )
+        await self._handle(event)
+
+    async def _handle(self, event: Event) -> None:
+        effects = self.core.handle(event)
+        if self.core.settled:
+            self._settled.set()
+        self._set_timer()
+        await self._perform(effects)
+
+    async def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case WriteFrame() | PurgeJournal():
+                    self._to_write.put_nowait(effect)
+                case Answer() | Refuse():
+                    await self._answer(effect)
+                case _:
+                    assert_never(effect)
+
+    async def _answer(self, effect: Answer | Refuse) -> None:
+        caller = self._callers.pop(effect.request_id, None)
+        if caller is None:
+            return
+        current_traceparent.set(caller.traceparent)
+        outcome = "ok" if isinstance(effect, Answer) else str(effect.error.code)
+        metrics.REQUESTS.labels(caller.verb, outcome).inc()
+        try:
+            if isinstance(effect, Answer):
+                reply = msgspec.structs.replace(effect.reply, cause_id=caller.message_id)
+                await self._bus.reply(caller.address, reply)
+            else:
+                await self._bus.reply_error(caller.address, effect.error)
+        except DsecError as error:
+            # Whoever asked asks again, by the same number.
+            log.warning("an answer could not be sent", shard=self.name, error=error.message)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline_s = self.core.next_deadline_s
+        if deadline_s is None or self._lost:
+            return
+        delay_s = max(0.0, deadline_s - self._clock.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        task = asyncio.create_task(
+            self._handle(ClockTicked(at=self._now())), name=f"deadlines {self.name}"
+        )
+        self._ticking.add(task)
+        task.add_done_callback(self._ticking.discard)
+
+    # --- The journal --------------------------------------------------------------------------
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                effect = await self._to_write.get()
+                if isinstance(effect, PurgeJournal):
+                    await self._purge(effect)
+                else:
+                    await self._append(effect)
+        except Exception as error:  # noqa: BLE001  told to the service, which decides
+            self._lost = True
+            self._settled.set()
+            self._on_end(error)
+
+    async def _append(self, frame: WriteFrame) -> None:
+        try:
+            sequence = await self._journal.append(frame)
+        except DsecError as error:
+            metrics.FRAMES.labels("refused").inc()
+            log.warning("the journal refused a frame", shard=self.name, error=error.message)
+            await self._handle(FrameFailed(error=error, at=self._now()))
+            return
+        except FencedError:
+            metrics.FRAMES.labels("fenced").inc()
+            raise
+        metrics.FRAMES.labels("written").inc()
+        metrics.RECORDS.inc(len(frame.records))
+        await self._handle(FrameWritten(sequence=sequence, at=self._now()))
+
+    async def _purge(self, effect: PurgeJournal) -> None:
+        try:
+            await self._journal.purge_before(effect.sequence)
+        except DsecError as error:
+            log.warning("a journal was not shortened", shard=self.name, error=error.message)
+
+
+def _limit(what: str, text: str, characters: int) -> None:
+    if len(text) > characters:
+        raise too_large(what, len(text), characters, "characters")

@@ -1,0 +1,277 @@
+"""A shard's core around a journal, with every append in the test's hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsec_chronus.config import ChronusConfig
+from dsec_chronus.effects import Answer, Effect, PurgeJournal, Refuse, WriteFrame
+from dsec_chronus.events import (
+    AwaitAsked,
+    ClockTicked,
+    CloseAsked,
+    Event,
+    FeedbackAsked,
+    FrameFailed,
+    FrameRead,
+    FrameWritten,
+    InspectAsked,
+    Moment,
+    NextAsked,
+    OpenAsked,
+    ReportAsked,
+    ShardLost,
+    SweepDue,
+)
+from dsec_chronus.records import Frame, Record, pack
+from dsec_chronus.state import ShardState
+from dsec_common.errors import DsecError, unavailable
+from dsec_common.wire.base import Message
+
+START_S = 1_000_000.0
+PROJECT = "default"
+ROLLOUT = "r1"
+
+
+@dataclass
+class JournalOfTest:
+    """What a JetStream subject does: sequences that only grow, and a purge from below."""
+
+    frames: dict[int, Frame] = field(default_factory=dict)
+    last: int = 0
+
+    def append(self, frame: Frame) -> int:
+        """Add a frame; return its sequence."""
+        self.last += 1
+        self.frames[self.last] = frame
+        return self.last
+
+    def purge(self, before: int) -> None:
+        """Drop the frames before a sequence."""
+        self.frames = {at: frame for at, frame in self.frames.items() if at >= before}
+
+
+class World:
+    """One shard, its journal, and a clock."""
+
+    def __init__(self, config: ChronusConfig | None = None) -> None:
+        self.config = config or ChronusConfig()
+        self.journal = JournalOfTest()
+        self.now = START_S
+        self.answers: dict[int, Message] = {}
+        self.refusals: dict[int, DsecError] = {}
+        self._ids = 0
+        self._epoch = 0
+        self.take()
+
+    @property
+    def at(self) -> Moment:
+        """Now, on both clocks."""
+        return Moment(self.now, self.now - START_S)
+
+    def take(self) -> None:
+        """Have a fresh core read the journal, as after a crash; what was outstanding is gone."""
+        self._epoch += 1
+        self.core = ShardState("s0", self.config)
+        self.to_write: list[WriteFrame] = []
+        for sequence, frame in sorted(self.journal.frames.items()):
+            self.handle(FrameRead(frame=frame, sequence=sequence))
+        self.journal.append(Frame(epoch=str(self._epoch), number=0))
+
+    def handle(self, event: Event) -> None:
+        """Feed one event and check the core's invariants."""
+        effects = self.core.handle(event)
+        self.core.validate_state()
+        for effect in effects:
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case WriteFrame():
+                assert not self.to_write, "two frames are outstanding"
+                self.to_write.append(effect)
+            case PurgeJournal():
+                self.journal.purge(effect.sequence)
+            case Answer():
+                assert effect.request_id not in self.answers | self.refusals
+                self.answers[effect.request_id] = effect.reply
+            case Refuse():
+                assert effect.request_id not in self.answers | self.refusals
+                self.refusals[effect.request_id] = effect.error
+
+    def append(self, *, acknowledged: bool = True) -> None:
+        """Let the outstanding frame become durable; without the acknowledgement only that."""
+        frame = self.to_write.pop(0)
+        sequence = self.journal.append(
+            Frame(
+                epoch=str(self._epoch),
+                number=sequence_of(self.journal),
+                records=frame.records,
+                snapshot_part=frame.snapshot_part,
+                snapshot_complete=frame.snapshot_complete,
+            )
+        )
+        if acknowledged:
+            self.handle(FrameWritten(sequence=sequence, at=self.at))
+
+    def refuse_frame(self) -> None:
+        """Let JetStream refuse the outstanding frame."""
+        self.to_write.pop(0)
+        self.handle(FrameFailed(error=unavailable("the stream is full"), at=self.at))
+
+    def lose(self) -> None:
+        """Let the shard become another's."""
+        self.to_write.clear()
+        self.handle(ShardLost(error=unavailable("moved")))
+
+    def settle(self) -> None:
+        """Let frames become durable until none is outstanding."""
+        while self.to_write:
+            self.append()
+
+    def tick(self, seconds: float) -> None:
+        """Let time pass and deadlines fall due."""
+        self.now += seconds
+        self.handle(ClockTicked(at=self.at))
+
+    def sweep(self) -> None:
+        """Let rollouts that are over be forgotten."""
+        self.handle(SweepDue(at=self.at))
+
+    def durable_facts(self) -> dict[str, list[Record]]:
+        """Return what a process would know that took the shard over now."""
+        core = ShardState("s0", self.config)
+        for sequence, frame in sorted(self.journal.frames.items()):
+            core.handle(FrameRead(frame=frame, sequence=sequence))
+        return core.facts()
+
+    # --- Requests; each returns its id ----------------------------------------------------------
+
+    def _next_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    def open(
+        self, local: str = ROLLOUT, *, project: str = PROJECT, labels: dict[str, str] | None = None
+    ) -> int:
+        """Open a rollout."""
+        request_id = self._next_id()
+        self.handle(
+            OpenAsked(
+                request_id=request_id,
+                project=project,
+                local=local,
+                labels=labels or {},
+                at=self.at,
+            )
+        )
+        return request_id
+
+    def report(
+        self,
+        seq: int,
+        payload: Any = None,
+        *,
+        stage: str = "stage",
+        local: str = ROLLOUT,
+        project: str = PROJECT,
+    ) -> int:
+        """Report as the sandbox."""
+        request_id = self._next_id()
+        self.handle(
+            ReportAsked(
+                request_id=request_id,
+                project=project,
+                local=local,
+                seq=seq,
+                stage=stage,
+                payload=pack(payload),
+                sandbox_id="node-1.a",
+                at=self.at,
+            )
+        )
+        return request_id
+
+    def feedback(
+        self,
+        seq: int,
+        payload: Any = None,
+        *,
+        reward: float | None = None,
+        local: str = ROLLOUT,
+        project: str = PROJECT,
+    ) -> int:
+        """Answer as the trainer."""
+        request_id = self._next_id()
+        self.handle(
+            FeedbackAsked(
+                request_id=request_id,
+                project=project,
+                local=local,
+                seq=seq,
+                payload=pack(payload),
+                reward=reward,
+                done=False,
+                at=self.at,
+            )
+        )
+        return request_id
+
+    def close(self, local: str = ROLLOUT, *, project: str = PROJECT) -> int:
+        """Close as the trainer."""
+        request_id = self._next_id()
+        self.handle(CloseAsked(request_id=request_id, project=project, local=local, at=self.at))
+        return request_id
+
+    def inspect(self, local: str = ROLLOUT, *, project: str = PROJECT) -> int:
+        """Look as the trainer."""
+        request_id = self._next_id()
+        self.handle(InspectAsked(request_id=request_id, project=project, local=local, at=self.at))
+        return request_id
+
+    def next(
+        self,
+        after_seq: int = 0,
+        *,
+        wait_s: float = 30.0,
+        limit: int = 64,
+        local: str = ROLLOUT,
+        project: str = PROJECT,
+    ) -> int:
+        """Wait for reports as the trainer."""
+        request_id = self._next_id()
+        self.handle(
+            NextAsked(
+                request_id=request_id,
+                project=project,
+                local=local,
+                after_seq=after_seq,
+                wait_s=wait_s,
+                limit=limit,
+                at=self.at,
+            )
+        )
+        return request_id
+
+    def await_feedback(
+        self, seq: int, *, wait_s: float = 30.0, local: str = ROLLOUT, project: str = PROJECT
+    ) -> int:
+        """Wait for feedback as the sandbox."""
+        request_id = self._next_id()
+        self.handle(
+            AwaitAsked(
+                request_id=request_id,
+                project=project,
+                local=local,
+                seq=seq,
+                wait_s=wait_s,
+                at=self.at,
+            )
+        )
+        return request_id
+
+
+def sequence_of(journal: JournalOfTest) -> int:
+    """Return the number of the next frame."""
+    return journal.last + 1

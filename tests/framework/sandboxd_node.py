@@ -110,7 +110,8 @@ class NodeForTests:
 
         # The bus decodes whatever msgspec can, a union too; its signature names the usual case.
         kinds: Any = SandboxRunning | SandboxEnded | LayerImportProgress
-        await self.scheduler.subscribe(subjects.EVENT_PATTERN, kinds, on_event)
+        # From the stream: a plain subscription misses what is published while it reconnects.
+        await self.scheduler.consume(EVENTS.name, "test", kinds, on_event, max_in_flight=1)
         await self.scheduler.subscribe(subjects.HEARTBEATS, NodeHeartbeat, on_heartbeat)
         await self.scheduler.flush()
 

@@ -13,7 +13,7 @@ from rocksdict import Options, Rdict
 
 from dsec_common.behavior import BehaviorLog
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.log import SPOOL_SHED, KafkaConfig, LogProducer, SequenceCounter
+from dsec_common.log import SPOOL_SHED, KafkaConfig, LogConfig, LogProducer, SequenceCounter
 from dsec_common.log_frame import LogRecord
 from dsec_common.log_spool import Spool
 from dsec_common.testing.kafka import kafka_for_tests
@@ -221,12 +221,12 @@ async def test_a_dead_processs_spool_is_adopted_by_another_service(
 async def test_a_living_processs_spool_is_left_alone(tmp_path: Path) -> None:
     living = Spool.create(tmp_path, "other")
     living.put([LogRecord(BEHAVIOR_LOGS, b"node-1.a", b"", 1, is_behavior=True)])
-    async with kafka_for_tests() as kafka:
-        config = kafka.log_config(tmp_path, adopt_interval_s=0.01)
-        async with LogProducer(config, "test") as producer:
-            await producer.wait_connected()
-            await asyncio.sleep(0.1)  # ten looks at the directory
-            assert producer.stats.sent == 0
+    config = LogConfig(
+        kafka=KafkaConfig(bootstrap_servers="127.0.0.1:1"), spool_directory=str(tmp_path)
+    )
+    async with LogProducer(config, "test") as producer:
+        await producer._adopt_one(living.directory)
+        assert producer.stats.pending_frames == 0
     assert living.pending_frames == 1
     living.close()
 

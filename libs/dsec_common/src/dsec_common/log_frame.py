@@ -9,6 +9,7 @@ import msgspec
 
 _MAGIC: Final = b"DSF1"
 _HEAD_BYTES: Final = len(_MAGIC) + 4
+_ROW_BYTES: Final = 32  # msgpack's own: array, lengths, time, flag
 
 
 class LogRecord(NamedTuple):
@@ -27,6 +28,11 @@ class LogRecord(NamedTuple):
     value: bytes
     time_ms: int
     is_behavior: bool
+
+    @property
+    def frame_bytes(self) -> int:
+        """What the record takes in a frame, at most."""
+        return len(self.topic) + len(self.key) + len(self.value) + _ROW_BYTES
 
 
 class CorruptFrameError(Exception):

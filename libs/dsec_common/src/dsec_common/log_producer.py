@@ -202,7 +202,7 @@ class LogProducer:
                 size_bytes=size,
             )
         self._gathered.append(record)
-        self._gathered_bytes += size
+        self._gathered_bytes += record.frame_bytes
         self._appended += 1
         if (
             len(self._gathered) >= self._config.frame_max_records
@@ -243,7 +243,7 @@ class LogProducer:
     def _bound_gathered(self) -> None:
         while self._gathered_bytes > self._config.gather_max_bytes:
             record = self._gathered.pop(0)
-            self._gathered_bytes -= len(record.key) + len(record.value)
+            self._gathered_bytes -= record.frame_bytes
             self._shedder.dropped([record])
 
     async def durable(self) -> None:
@@ -286,8 +286,8 @@ class LogProducer:
             for directory in due:
                 try:
                     await self._adopt_one(directory)
-                except DsecError as error:
-                    _log.error("log_spool_not_adopted", path=str(directory), reason=error.message)
+                except (DsecError, OSError) as error:
+                    _log.error("log_spool_not_adopted", path=str(directory), reason=str(error))
             seen = set(left_behind(root))
             await asyncio.sleep(self._config.adopt_interval_s)
             due = [directory for directory in left_behind(root) if directory in seen]
@@ -322,6 +322,7 @@ class LogProducer:
 
     async def wait_connected(self) -> None:
         """Return when Kafka is reached; waits for ever when it never is."""
+        self._open_spool()
         await self._sender.connected.wait()
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
-_ROUND_FRAMES: Final = 32
+_ROUND_FRAMES: Final = 256
 _ROUND_BYTES: Final = 4 * 1024 * 1024
 _BATCH_BYTES: Final = 900_000  # below Kafka's default max.message.bytes, compressed or not
 _PING_EVERY_S: Final = 2.0
@@ -95,8 +95,8 @@ class Sender:
                     await self._send_round(link)
                     pause_s = _FIRST_PAUSE_S
             except RecordsTooLargeError as error:
-                self._lighten(error.records)
-                continue
+                if self._lighten(error.records):
+                    continue
             except (*KAFKA_FAILURES, DsecError) as error:
                 if not self._given_up:
                     _log.warning(
@@ -175,30 +175,38 @@ class Sender:
         except TimeoutError:
             await link.ping()
 
-    def _lighten(self, too_large: list[LogRecord]) -> None:
-        """After a refusal for size: smaller batches; a single record loses its detail, or goes."""
+    def _lighten(self, too_large: list[LogRecord]) -> bool:
+        """After a refusal for size: smaller batches; a single record loses its detail, or goes.
+
+        Returns whether trying again at once can help.
+        """
         if len(too_large) > 1:
             self._batch_max_bytes = max(1024, self._batch_max_bytes // 2)
             _log.warning("log_batch_too_large", batch_max_bytes=self._batch_max_bytes)
-            return
+            return True
         for number, records in self._spool.peek(_ROUND_FRAMES, _ROUND_BYTES):
             for at, record in enumerate(records):
-                if record == too_large[0]:
-                    self._lighten_record(number, records, at)
-                    return
+                if record == too_large[0] and (number, at) not in self._acknowledged:
+                    return self._lighten_record(number, records, at)
+        return False
 
-    def _lighten_record(self, number: int, records: list[LogRecord], at: int) -> None:
+    def _lighten_record(self, number: int, records: list[LogRecord], at: int) -> bool:
         record = records[at]
         lighter = without_detail(record)
         if lighter is not record:
+            try:
+                self._spool.replace(number, [*records[:at], lighter, *records[at + 1 :]])
+            except DsecError as error:
+                _log.error("log_spool_refuses", reason=error.message)
+                return False
             self._shedder.count(record.topic, details=1)
-            self._spool.replace(number, [*records[:at], lighter, *records[at + 1 :]])
-            return
+            return True
         # Kafka takes it in no form. Its place is marked as done: positions must not shift.
         self._acknowledged.add((number, at))
         self.refused += 1
         self._shedder.dropped([record])
         _log.error("log_record_refused", topic=record.topic, size_bytes=len(record.value))
+        return True
 
     def _announce(self) -> None:
         self._progress.set()

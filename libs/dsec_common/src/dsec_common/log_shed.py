@@ -10,6 +10,7 @@ import structlog
 from dsec_common.behavior import BehaviorLog
 from dsec_common.errors import DsecError
 from dsec_common.log_frame import LogRecord
+from dsec_common.log_spool import FRAME_OVERHEAD_BYTES
 from dsec_common.topics import BEHAVIOR_LOGS, project_of
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ class Shedder:
         self._said_at = float("-inf")
 
     def make_room(self, extra_bytes: int, *, in_flight: int) -> None:
-        """Shed until ``extra_bytes`` fit. Frames up to number ``in_flight`` are left alone.
+        """Shed until a frame of ``extra_bytes`` fits. Frames up to ``in_flight`` are left alone.
 
         Raises:
             DsecError: ``unavailable`` when RocksDB refuses.
         """
+        extra_bytes += FRAME_OVERHEAD_BYTES
         while self._spool.pending_bytes + extra_bytes > self._max_bytes:
             number = self._spool.next_to_shed(in_flight)
             if number is None:

@@ -30,7 +30,7 @@ _log = structlog.get_logger(__name__)
 _LOCK: Final = "lock"
 _DATABASE: Final = "frames"
 _MIB: Final = 1024 * 1024
-FRAME_OVERHEAD_BYTES: Final = 64
+FRAME_OVERHEAD_BYTES: Final = 512
 """What one frame counts beside its bytes, so that a spool of tiny frames has a bound too."""
 
 
@@ -266,7 +266,7 @@ class Spool:
 def left_behind(root: Path, name: str | None = None) -> list[Path]:
     """Return spool directories below ``root``, oldest first, of one process name or of all."""
     directories: list[tuple[float, Path]] = []
-    for directory in root.iterdir():
+    for directory in root.iterdir() if root.is_dir() else ():
         if name is not None and directory.name.rsplit("-", 2)[0] != name:
             continue
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -38,6 +38,8 @@ class Child:
     def start(cls, command: Sequence[str], *, log_file: Path, cwd: Path) -> Self:
         """Start a program in a session of its own, its output appended to ``log_file``.
 
+        It dies with the thread that started it, so start it from the main one.
+
         Raises:
             OSError: when the program cannot be started.
         """

@@ -313,7 +313,7 @@ async def test_a_server_killed_in_the_middle_loses_nothing_that_it_acknowledged(
     seen = Seen(300)
     async with running.service("scheduler") as scheduler, running.project() as project:
         await scheduler.ensure_stream(QUEUE)
-        await scheduler.consume(NAME, "worker", Job, seen.handle)
+        await scheduler.consume(NAME, "worker", Job, seen.handle, ack_wait_s=1.0)
 
         async def publish(number: int) -> None:
             await project.js_publish(

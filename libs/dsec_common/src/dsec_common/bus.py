@@ -342,7 +342,7 @@ class Bus:
         *,
         filter_subject: str = "",
         max_in_flight: int = 64,
-        ack_wait_s: float = 30.0,
+        ack_wait_s: float = 10.0,
         max_deliver: int = -1,
     ) -> Consumer[MessageT]:
         """Hand each message of a stream to ``handler`` until it is done with it.
@@ -359,7 +359,8 @@ class Bus:
             handler: runs as a task of its own.
             filter_subject: only messages on this subject or pattern.
             max_in_flight: messages in handlers at once.
-            ack_wait_s: after a crash, others get the message this much later.
+            ack_wait_s: a message that a crash or a lost connection swallowed comes again this much
+                later.
             max_deliver: deliveries at most; -1 for no limit.
         """
         return await self._streams.consume(

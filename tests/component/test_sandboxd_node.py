@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -343,6 +344,27 @@ async def test_heartbeats_tell_what_the_node_has_and_has_given_out(node: NodeFor
     assert beat.allocated.cpus == 0.5
     assert beat.capacity.cpus == beat.physical.cpus * 32
     assert beat.store_id
+
+
+async def test_the_agents_socket_knows_whose_it_is(node: NodeForTests) -> None:
+    created = await node.place(CreateSandbox(base=BASE, agent="tester"))
+    seen = await node.exec(
+        created.sandbox_id, "sh", "-c", "test -S /run/dsec/agent.sock && ! touch /run/dsec/x"
+    )
+    assert seen.exit_code == 0
+    local = created.sandbox_id.partition(".")[2]
+    path = node.directory / "run" / "s" / local / "agent.sock"
+    reader, writer = await asyncio.open_unix_connection(path)
+    request = json.dumps({"id": 1, "op": "hello"}).encode()
+    writer.write(len(request).to_bytes(4, "big") + request)
+    answer = json.loads(
+        await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
+    )
+    assert answer["result"]["sandbox_id"] == created.sandbox_id
+    await node.ask(created.sandbox_id, "delete", DeleteSandbox(), SandboxDeleted)
+    assert await reader.read() == b""
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_sixteen_at_once_all_live_and_all_go(node: NodeForTests) -> None:

@@ -22,16 +22,6 @@ class AgentSockets(Protocol):
         ...
 
 
-class NoAgentSockets:
-    """For a node whose sandboxes have no way out."""
-
-    async def open(self, record: SandboxRecord, directory: Path) -> None:
-        """Do nothing."""
-
-    async def close(self, local: str) -> None:
-        """Do nothing."""
-
-
 class Replier(Protocol):
     """The part of the bus that answers a caller whose request was handed on."""
 

@@ -219,10 +219,21 @@ async def test_a_node_that_dies_between_grant_and_create_is_replaced(plane: Cont
     answer = asyncio.create_task(create(user, request(timeout_s=20)))
     await doomed.place_arrived.wait()
     await plane.node("node-2")
-    began = time.monotonic()
     await doomed.die()
     assert (await answer).node == "node-2"
-    # Well before the attempt's own timeout: its heartbeats had stopped.
+
+
+async def test_a_node_that_hangs_is_replaced_when_its_heartbeats_stop(plane: ControlPlane) -> None:
+    hanging = await plane.node("node-1")
+    await plane.scheduler(attempt_timeout_s=30.0)
+    await hanging.freeze()
+    user = await plane.project()
+    began = time.monotonic()
+    answer = asyncio.create_task(create(user, request(timeout_s=60)))
+    await hanging.place_arrived.wait()
+    await plane.node("node-2")
+    assert (await answer).node == "node-2"
+    # Well before the attempt's own timeout.
     assert time.monotonic() - began < 10
 
 
@@ -243,24 +254,16 @@ async def test_a_node_whose_answer_is_lost_keeps_its_sandbox(plane: ControlPlane
 
 async def test_time_runs_out_with_the_request(plane: ControlPlane) -> None:
     nodes = [await plane.node(f"node-{number}") for number in range(2)]
-    await plane.scheduler(reply_grace_s=0.05)
-    never = asyncio.Event()
-
-    async def hang() -> None:
-        await never.wait()
-
+    await plane.scheduler(reply_grace_s=0.05, node_timeout_s=60.0)
     for node in nodes:
-        node.before_answer = hang
-        # A hanging node has not made it: inspecting must not find it.
-        node._make = lambda message: SandboxCreated(  # type: ignore[method-assign]
-            sandbox_id="x.y", node="x", created_at=0.0, layers=(), limits=message.request.limits
-        )
+        await node.freeze()
     began = time.monotonic()
     error = await refused(await plane.project(), request(timeout_s=0.5))
     assert error.code in {ErrorCode.TIMEOUT, ErrorCode.UNAVAILABLE}
     assert time.monotonic() - began < 3
-    assert all(message.valid_until <= time.time() + 0.5 for message in nodes[0].placed)
-    never.set()
+    placed = [message for node in nodes for message in node.placed]
+    assert placed
+    assert all(message.valid_until <= time.time() for message in placed)
 
 
 async def test_two_schedulers_share_the_requests(plane: ControlPlane) -> None:

@@ -81,6 +81,8 @@ class NodePeer:
         self.sandboxes: dict[str, tuple[str, SandboxInfo]] = {}
         self.lease_ids: tuple[str, ...] = ()
         self._beating: asyncio.Task[None] | None = None
+        self._thaw = asyncio.Event()
+        self._thaw.set()
 
     async def start(self) -> None:
         """Serve a node's subjects and send heartbeats."""
@@ -94,9 +96,19 @@ class NodePeer:
         self._beating = asyncio.create_task(self._beat_for_ever())
 
     async def die(self) -> None:
-        """Vanish in the middle of everything, as kill -9 does."""
+        """Stop at once; what was asked and not answered is refused as ``unavailable``."""
         await self.stop_beating()
         await self.bus.close()
+
+    async def freeze(self) -> None:
+        """Answer nothing any more though connected, as a machine that hangs."""
+        self._thaw.clear()
+        await self.stop_beating()
+
+    async def rest(self) -> None:
+        """Let go of what is frozen, so that the test can end."""
+        self._thaw.set()
+        await self.stop_beating()
 
     async def stop_beating(self) -> None:
         """Send no more heartbeats."""
@@ -141,6 +153,7 @@ class NodePeer:
         limits = message.request.limits
         taken = sum(info.limits.memory_bytes for _, info in self.sandboxes.values())
         assert taken + limits.memory_bytes <= self.capacity.memory_bytes
+        await self._thaw.wait()
         created = self._make(message)
         if self.before_answer is not None:
             await self.before_answer()
@@ -173,6 +186,7 @@ class NodePeer:
         return created
 
     async def _inspect(self, asked: Request[InspectSandbox]) -> SandboxInfo:
+        await self._thaw.wait()
         local = subjects.scoped_id_of(asked.subject).local
         project, info = self.sandboxes.get(local, ("", None))
         if info is None or project != asked.project:
@@ -205,7 +219,7 @@ class ControlPlane:
         bus = await self._stack.enter_async_context(self.nats.service("sandboxd", name))
         node = NodePeer(bus, name, capacity, gpus)
         await node.start()
-        self._stack.push_async_callback(node.stop_beating)
+        self._stack.push_async_callback(node.rest)
         if not beating:
             await node.stop_beating()
         return node
@@ -257,7 +271,7 @@ async def control_plane(nats: NatsForTests) -> AsyncIterator[ControlPlane]:
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     """Return when the condition holds; fail when it does not within ``timeout_s``."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  what it waits for has no event of its own
+        while not condition():
             await asyncio.sleep(0.005)
 
 

@@ -1,0 +1,165 @@
+"""The tracer's shell: Kafka's records and projects' requests become events, effects are done.
+
+Every tracer reads the whole log, each at its own pace, and any of them answers: requests go to one
+of their queue group. So one may know a step a moment before another, and a fresh one answers
+``not_found`` until it has read that far.
+"""
+
+from __future__ import annotations
+
+import itertools
+from importlib.metadata import version
+from typing import ClassVar, Final, assert_never
+
+from dsec_common import subjects
+from dsec_common.bus import Request
+from dsec_common.clock import Clock
+from dsec_common.errors import DsecError
+from dsec_common.log import KafkaConfig, LogConsumer
+from dsec_common.service import Service
+from dsec_common.subjects import ScopedId
+from dsec_common.wire.base import Message
+from dsec_common.wire.trace import GetTrace
+from dsec_tracer import metrics
+from dsec_tracer.config import TracerConfig
+from dsec_tracer.effects import Answer, ForgetSandbox, ReadSteps, Refuse, WriteSandbox, WriteStep
+from dsec_tracer.errors import no_kafka
+from dsec_tracer.events import Event, RecordRead, SandboxLoaded, StepsRead, SweepDue, TraceAsked
+from dsec_tracer.state import TracerState
+from dsec_tracer.store import StepStore
+
+QUEUE: Final = "tracer"
+
+
+class TracerService(Service[TracerConfig]):
+    """Reads the behaviour log of every project and answers for what it has read."""
+
+    name: ClassVar[str] = "tracer"
+
+    def __init__(self, config: TracerConfig, clock: Clock | None = None) -> None:
+        super().__init__(config, clock)
+        self._core = TracerState(config)
+        self._ids = itertools.count(1)
+        self._store: StepStore | None = None
+        self._consumer: LogConsumer | None = None
+
+    async def open(self) -> None:
+        """Open the store.
+
+        Raises:
+            DsecError: ``invalid`` without Kafka's address; ``unavailable`` when another tracer has
+                the store.
+        """
+        if not self.config.kafka_bootstrap:
+            raise no_kafka()
+        self._store = StepStore(self.config.state_path)
+        self._consumer = LogConsumer(
+            KafkaConfig(bootstrap_servers=self.config.kafka_bootstrap),
+            projects=None,
+            # One that lost its store has another identity, and reads everything again.
+            group_id=f"dsec-tracer-{self._store.identity()}",
+        )
+        await self.bus.register("dsec-tracer", version("dsec"), "Behaviour logs read back")
+
+    async def recover(self) -> None:
+        """Remember the sandboxes of an earlier life."""
+        for key, sandbox in self._opened().load():
+            self._handle(SandboxLoaded(key=key, sandbox=sandbox))
+
+    async def subscribe(self) -> None:
+        """Take requests, each tracer its share, and read the log."""
+        await self.bus.serve(
+            subjects.any_project("trace.get"), GetTrace, self._get_trace, queue=QUEUE
+        )
+        self.spawn(self._read(), "read behaviour logs")
+        self.spawn(self._sweep(), "sweep")
+
+    async def close(self) -> None:
+        """Let go of the store."""
+        if self._store is not None:
+            self._store.close()
+
+    def readiness(self) -> str:
+        """Return why what is asked here may be old, or the empty string."""
+        if self._consumer is None or not self._consumer.connected:
+            return "Kafka is not connected; reconnecting"
+        return ""
+
+    # --- What comes in ------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        consumer = self._consumer
+        if consumer is None:
+            return
+        # A record's offset is committed after the next was asked for: it is in the store by then.
+        try:
+            async for record in consumer:
+                self._handle(RecordRead(record=record, now=self.clock.now()))
+        finally:
+            await consumer.stop()
+
+    async def _sweep(self) -> None:
+        while True:
+            await self.clock.sleep(self.config.sweep_interval_s)
+            self._handle(SweepDue(now=self.clock.now()))
+            metrics.SANDBOXES.set(self._core.sandboxes)
+            metrics.PASSED_OVER.set(self._core.passed_over)
+            metrics.SHED.set(self._core.shed)
+
+    async def _get_trace(self, request: Request[GetTrace]) -> Message:
+        asked = request.message
+        outcome = self._handle(
+            TraceAsked(
+                request_id=next(self._ids),
+                project=subjects.project_of(request.subject),
+                sandbox_id=str(ScopedId.parse(asked.sandbox_id)),
+                after_seq=asked.after_seq,
+                limit=asked.limit,
+            )
+        )
+        if isinstance(outcome, DsecError):
+            metrics.REQUESTS.labels(outcome.code).inc()
+            raise outcome
+        metrics.REQUESTS.labels("ok").inc()
+        if outcome is None:
+            raise AssertionError("the core left a request without an answer")
+        return outcome
+
+    # --- Through the core ---------------------------------------------------------------------
+
+    def _opened(self) -> StepStore:
+        if self._store is None:
+            raise AssertionError("the store is used before open()")
+        return self._store
+
+    def _handle(self, event: Event) -> Message | DsecError | None:
+        """Do what the core wants; return its answer when the event was a request."""
+        store = self._opened()
+        answer: Message | DsecError | None = None
+        for effect in self._core.handle(event):
+            match effect:
+                case WriteStep():
+                    store.put(effect.key, effect.sandbox, effect.step)
+                    metrics.STEPS.inc()
+                case WriteSandbox():
+                    store.put(effect.key, effect.sandbox)
+                case ForgetSandbox():
+                    store.forget(effect.key)
+                case ReadSteps():
+                    steps, more = store.steps(effect.key, effect.after_seq, effect.limit)
+                    answer = self._handle(
+                        StepsRead(
+                            request_id=effect.request_id,
+                            key=effect.key,
+                            after_seq=effect.after_seq,
+                            steps=steps,
+                            more=more,
+                        )
+                    )
+                case Answer():
+                    answer = effect.reply
+                case Refuse():
+                    answer = effect.error
+                case _:
+                    assert_never(effect)
+        return answer

@@ -1,0 +1,153 @@
+"""Steps on disk: RocksDB, so that a restarted tracer knows what it had read."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, cast
+
+import msgspec
+import structlog
+from rocksdict import Options, Rdict, WriteBatch
+
+from dsec_common.errors import DsecError, ErrorCode, unavailable
+from dsec_common.wire.base import new_id
+from dsec_common.wire.trace import TraceStep
+from dsec_tracer.events import SandboxKey
+from dsec_tracer.numbering import TracedSandbox
+
+_log: Final = structlog.get_logger(__name__)
+
+_MIB: Final = 1024 * 1024
+#: A page of steps must fit one message with room to spare.
+PAGE_BYTES_MAX: Final = 256 * 1024
+
+_IDENTITY: Final = b"identity"
+_SANDBOX: Final = b"sandbox|"
+_STEP: Final = b"step|"
+_SEQ: Final = struct.Struct(">Q")
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_sandbox_decoder: Final = msgspec.msgpack.Decoder(TracedSandbox)
+
+
+class StepStore:
+    """Steps by sandbox and number. A write has survived a crash of this process when it returns.
+
+    It is not synced to the disk: after a power cut the newest steps may be missing here, while
+    Kafka keeps them; removing the directory has them all read again.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Open the store, made when missing.
+
+        Raises:
+            DsecError: ``unavailable`` when another process has it open or it is damaged.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        options = Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.set_write_buffer_size(16 * _MIB)
+        options.set_keep_log_file_num(2)
+        options.set_max_open_files(128)
+        try:
+            self._database = Rdict(str(directory), options)
+        except Exception as error:  # rocksdict raises plain Exception
+            raise unavailable(
+                f"the store of steps in {directory} cannot be opened: {error}; see that no other "
+                "tracer of this name runs here, or remove it to have the log read again"
+            ) from error
+
+    def identity(self) -> str:
+        """Return the store's own id: how far it has read is kept under it."""
+        known = self._database.get(_IDENTITY)
+        if known is not None:
+            return cast("bytes", known).decode()
+        identity = new_id()
+        self._database[_IDENTITY] = identity.encode()
+        return identity
+
+    def put(self, key: SandboxKey, sandbox: TracedSandbox, step: TraceStep | None = None) -> None:
+        """Keep a step and what is known of its sandbox; both or neither.
+
+        Raises:
+            DsecError: ``unavailable`` when RocksDB refuses (a full disk).
+        """
+        batch = WriteBatch(raw_mode=True)
+        if step is not None:
+            batch.put(_steps_of(key) + _SEQ.pack(step.seq), _encoder.encode(step))
+        batch.put(_SANDBOX + _name_of(key), _encoder.encode(sandbox))
+        try:
+            self._database.write(batch)
+        except Exception as error:  # rocksdict raises plain Exception
+            raise DsecError(
+                ErrorCode.UNAVAILABLE, f"the store of steps refuses {key.sandbox_id}: {error}"
+            ) from error
+
+    def forget(self, key: SandboxKey) -> None:
+        """Drop a sandbox with its steps.
+
+        Raises:
+            DsecError: ``unavailable`` when RocksDB refuses.
+        """
+        batch = WriteBatch(raw_mode=True)
+        batch.delete(_SANDBOX + _name_of(key))
+        prefix = _steps_of(key)
+        batch.delete_range(prefix, prefix + b"\xff" * _SEQ.size)
+        try:
+            self._database.write(batch)
+        except Exception as error:  # rocksdict raises plain Exception
+            raise DsecError(
+                ErrorCode.UNAVAILABLE, f"the store of steps refuses {key.sandbox_id}: {error}"
+            ) from error
+
+    def steps(
+        self, key: SandboxKey, after_seq: int, limit: int
+    ) -> tuple[tuple[tuple[int, bytes], ...], bool]:
+        """Return a page of steps with their numbers, in order, and whether others follow.
+
+        A page holds ``limit`` steps or 256 KiB, whichever is less, and one step at least.
+        """
+        prefix = _steps_of(key)
+        found: list[tuple[int, bytes]] = []
+        size = 0
+        for name, value in self._from(prefix + _SEQ.pack(min(after_seq + 1, 2**64 - 1))):
+            if not name.startswith(prefix):
+                break
+            size += len(value)
+            if found and (len(found) >= limit or size > PAGE_BYTES_MAX):
+                return tuple(found), True
+            found.append((_SEQ.unpack(name[len(prefix) :])[0], value))
+        return tuple(found), False
+
+    def load(self) -> list[tuple[SandboxKey, TracedSandbox]]:
+        """Return every sandbox, the one without a new step for longest first."""
+        loaded: list[tuple[SandboxKey, TracedSandbox]] = []
+        for name, value in self._from(_SANDBOX):
+            if not name.startswith(_SANDBOX):
+                break
+            project, _, sandbox_id = name[len(_SANDBOX) :].decode().partition("\0")
+            try:
+                sandbox = _sandbox_decoder.decode(value)
+            except msgspec.DecodeError as error:
+                _log.error("sandbox_unreadable", sandbox_id=sandbox_id, error=str(error))
+                continue
+            loaded.append((SandboxKey(project, sandbox_id), sandbox))
+        loaded.sort(key=lambda pair: pair[1].touched_at)
+        return loaded
+
+    def close(self) -> None:
+        """Let go of the store; later calls fail."""
+        self._database.close()
+
+    def _from(self, name: bytes) -> Iterator[tuple[bytes, bytes]]:
+        return cast("Iterator[tuple[bytes, bytes]]", self._database.items(from_key=name))
+
+
+def _name_of(key: SandboxKey) -> bytes:
+    return f"{key.project}\0{key.sandbox_id}".encode()
+
+
+def _steps_of(key: SandboxKey) -> bytes:
+    return _STEP + _name_of(key) + b"\0"

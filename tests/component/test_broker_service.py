@@ -183,10 +183,8 @@ async def test_four_brokers_under_fire_never_grant_a_unit_twice(plane: ControlPl
 
     held: dict[str, LeaseGranted] = {}
     refusals: set[ErrorCode] = set()
-    most = 0.0
 
     async def fight(number: int) -> int:
-        nonlocal most
         granted = 0
         for turn in range(15):
             node = ("", "node-0", "node-1")[(number + turn) % 3]
@@ -200,8 +198,8 @@ async def test_four_brokers_under_fire_never_grant_a_unit_twice(plane: ControlPl
             for name in ("node-0", "node-1"):
                 units = sum(one.cu for one in held.values() if one.node == name)
                 assert units <= 100
-                most = max(most, units)
-            await asyncio.sleep(0)
+            # Hold them for as long as a question takes: others run into full nodes meanwhile.
+            await nodes_of(user)
             # Before the broker hears of it: until it answers, the units may still be counted.
             del held[lease.lease_id]
             await bus.request(
@@ -211,8 +209,7 @@ async def test_four_brokers_under_fire_never_grant_a_unit_twice(plane: ControlPl
 
     counts = await asyncio.gather(*(fight(number) for number in range(24)))
     assert sum(counts) > 24
-    assert most == 90
-    assert refusals <= {ErrorCode.EXHAUSTED}
+    assert refusals == {ErrorCode.EXHAUSTED}
     await wait_for(user, is_free)
 
 

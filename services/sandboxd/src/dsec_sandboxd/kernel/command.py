@@ -7,12 +7,12 @@ import os
 import time
 from typing import TYPE_CHECKING, Final
 
+from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.interface import CommandResult, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dsec_common.errors import DsecError
     from dsec_sandboxd.kernel.interface import CommandSpec
 
 _READ_BYTES: Final = 65_536
@@ -20,6 +20,13 @@ _READ_BYTES: Final = 65_536
 _READS_PER_TURN: Final = 16
 #: A pipe's largest size for an unprivileged process: what an ended command may have left in it.
 _LEFT_IN_PIPE_MAX: Final = 1 << 20
+
+
+def out_of_descriptors() -> DsecError:
+    """Return the error for descriptors that the kernel could not hand to this process."""
+    return DsecError(
+        ErrorCode.EXHAUSTED, "the daemon has no free descriptors: retry later or on another node"
+    )
 
 
 class _Output:
@@ -100,6 +107,11 @@ class CommandRun:
     def started(self, descriptors: list[int]) -> None:
         """Take over the command's pipes."""
         self.was_started = True
+        if len(descriptors) != 1 + bool(self.spec.stdin) + (not self.spec.merge_stderr):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self.failed(out_of_descriptors())
+            return
         remaining = list(descriptors)
         if self.spec.stdin:
             self._input_fd = remaining.pop(0)

@@ -5,32 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dsec_common.errors import DsecError, ErrorCode, from_os_error, invalid, not_found
-from dsec_sandboxd.kernel.cgroups import CgroupLimits, detect_layout, open_driver
+from dsec_common.errors import (
+    DsecError,
+    ErrorCode,
+    not_found,
+    unavailable,
+)
+from dsec_sandboxd.kernel.cgroups import detect_layout, open_driver
+from dsec_sandboxd.kernel.command import out_of_descriptors
+from dsec_sandboxd.kernel.init import ended_error
 from dsec_sandboxd.kernel.interface import EndCause, SandboxEnded, SandboxUsage
+from dsec_sandboxd.kernel.layer_table import LayerTable
 from dsec_sandboxd.kernel.mounts import clone_read_only
 from dsec_sandboxd.kernel.probe import read_facts, require_host
 from dsec_sandboxd.kernel.protocol import (
     CREATE_HAS_RUN_MOUNT,
-    HOSTNAME_BYTES,
-    LAYER_HANDLES,
-    LAYERS_MAX,
     SpawnerKind,
     SpawnerRequest,
 )
 from dsec_sandboxd.kernel.sandbox import Sandbox
 from dsec_sandboxd.kernel.slots import SlotPool
 from dsec_sandboxd.kernel.spawner import Spawner, creation_error, exit_signal, readable
+from dsec_sandboxd.kernel.specification import check_spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-    from dsec_sandboxd.kernel.cgroups import Cgroup, CgroupDriver
+    from dsec_sandboxd.kernel.cgroups import Cgroup, CgroupDriver, CgroupLimits
     from dsec_sandboxd.kernel.interface import (
         CommandResult,
         CommandSpec,
@@ -44,17 +49,10 @@ if TYPE_CHECKING:
     from dsec_sandboxd.kernel.spawner import Answer
 
 PROGRAMS: Final = Path(__file__).parent.parent / "native" / "bin"
-_LOCAL: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
-_HOSTNAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
 _READY_TIMEOUT_S: Final = 10.0
+_DEATH_TIMEOUT_S: Final = 10.0
 #: How many slots have their namespaces before a sandbox asks for them.
 _WARM_SLOTS: Final = 8
-
-
-@dataclass(slots=True)
-class _Layer:
-    handle: int
-    image_path: Path
 
 
 @dataclass(slots=True)
@@ -80,10 +78,9 @@ class LinuxKernel:
         self._programs = programs
         self._spawner: Spawner | None = None
         self._spawner_lock = asyncio.Lock()
-        self._layers: dict[str, _Layer] = {}
-        self._free_handles: list[int] = list(range(LAYER_HANDLES - 1, -1, -1))
+        self._layers = LayerTable()
         self._sandboxes: dict[str, Sandbox] = {}
-        self._births: set[str] = set()
+        self._births: dict[str, asyncio.Future[None]] = {}
         self._ended: asyncio.Queue[SandboxEnded | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots: SlotPool | None = None
@@ -125,6 +122,8 @@ class LinuxKernel:
         if self._closed:
             return
         self._closed = True
+        if self._births:
+            await asyncio.wait(self._births.values())
         await asyncio.gather(*(self.destroy(local) for local in list(self._sandboxes)))
         while self._tasks:
             await asyncio.wait(self._tasks)
@@ -146,40 +145,24 @@ class LinuxKernel:
 
     async def hold_layer(self, digest: str, image_path: Path) -> None:
         """Mount an EROFS image once, for all sandboxes. Idempotent."""
-        if digest in self._layers:
-            return
-        if not self._free_handles:
-            raise DsecError(
-                ErrorCode.EXHAUSTED, f"{LAYER_HANDLES} layers are held: release one first"
-            )
-        spawner = await self._living_spawner()
-        layer = _Layer(self._free_handles.pop(), image_path)
-        try:
-            await _mount_layer(spawner, digest, layer)
-        except BaseException:
-            self._free_handles.append(layer.handle)
-            raise
-        self._layers[digest] = layer
+        await self._layers.hold(await self._living_spawner(), digest, image_path)
 
     async def release_layer(self, digest: str) -> None:
         """Let go of a layer. Idempotent; living sandboxes keep what they use."""
-        layer = self._layers.pop(digest, None)
-        if layer is None:
-            return
-        if self._spawner is not None and self._spawner.alive:
-            await self._spawner.request(SpawnerRequest(kind=SpawnerKind.DROP, layer=layer.handle))
-        self._free_handles.append(layer.handle)
+        await self._layers.release(self._spawner, digest)
 
     # -- sandboxes
 
     async def create(self, spec: SandboxSpec) -> None:
         """Create a sandbox; on return its PID 1 runs and ``exec`` works."""
+        if self._closed:
+            raise unavailable("the kernel is closed: no sandbox can be created any more")
         limits = check_spec(spec)
-        handles = [self._require_layer(digest).handle for digest in spec.layers]
+        handles = [self._layers.handle(digest) for digest in spec.layers]
         if spec.local in self._sandboxes or spec.local in self._births:
             raise DsecError(ErrorCode.CONFLICT, f"the sandbox {spec.local!r} exists already")
         slots = self._require_slots()
-        self._births.add(spec.local)
+        done = self._births[spec.local] = asyncio.get_running_loop().create_future()
         birth = _Birth(-1)
         try:
             spawner = await self._living_spawner()
@@ -189,7 +172,8 @@ class LinuxKernel:
             await asyncio.shield(self._spawn_task(self._undo(birth)))
             raise
         finally:
-            self._births.discard(spec.local)
+            del self._births[spec.local]
+            done.set_result(None)
         if birth.slot + _WARM_SLOTS // 2 > self._warm:
             self._spawn_task(self._warm_slots())
 
@@ -229,6 +213,8 @@ class LinuxKernel:
         reply, received = await asyncio.shield(birth.answer)
         if reply.error:
             raise creation_error(reply.step, reply.error)
+        if len(received) != 2:  # noqa: PLR2004  pidfd and control socket
+            raise out_of_descriptors()
         pidfd, control_fd = received
         sandbox = birth.sandbox = Sandbox(
             spec.local,
@@ -247,6 +233,8 @@ class LinuxKernel:
                 ErrorCode.TIMEOUT,
                 f"PID 1 of {spec.local!r} did not start within {_READY_TIMEOUT_S} s",
             ) from error
+        if not sandbox.init.alive:  # it ended as soon as it was ready
+            raise ended_error()
         self._sandboxes[spec.local] = sandbox
 
     async def _undo(self, birth: _Birth) -> None:
@@ -257,13 +245,10 @@ class LinuxKernel:
                 _, received = await birth.answer
                 for descriptor in received:
                     os.close(descriptor)
-        if birth.cgroup is not None:
-            birth.cgroup.kill()
         if sandbox is not None:
-            sandbox.init.close()
-            await readable(sandbox.pidfd)
-            sandbox.close()
-        if birth.cgroup is not None:
+            await _bury(sandbox)
+        elif birth.cgroup is not None:
+            birth.cgroup.kill()
             await birth.cgroup.remove_when_empty()
         if birth.slot >= 0:
             await self._release_slot(birth.slot)
@@ -280,11 +265,11 @@ class LinuxKernel:
         return sandbox.ending
 
     async def _finish(self, sandbox: Sandbox) -> None:
-        sandbox.cgroup.kill()
-        sandbox.init.close()
-        await readable(sandbox.pidfd)
-        sandbox.close()
-        await sandbox.cgroup.remove_when_empty()
+        try:
+            await _bury(sandbox)
+        except DsecError:
+            sandbox.ending = None  # the next destroy tries again
+            raise
         await self._release_slot(sandbox.slot)
         del self._sandboxes[sandbox.local]
 
@@ -309,7 +294,8 @@ class LinuxKernel:
             cause, detail = EndCause.KILLED, f"its PID 1 was killed by signal {number} from outside"
         else:
             cause, detail = EndCause.EXITED, "its PID 1 ended"
-        await self._finish(sandbox)
+        with contextlib.suppress(DsecError):  # what is left, a destroy will remove
+            await self._finish(sandbox)
         self._ended.put_nowait(SandboxEnded(local=sandbox.local, cause=cause, detail=detail))
 
     # -- inside a sandbox
@@ -390,8 +376,7 @@ class LinuxKernel:
             spawner = await Spawner.start(self._programs / "spawner", self._programs / "pid1")
             self._spawner = spawner
             self._warm = 0
-            for digest, layer in self._layers.items():
-                await _mount_layer(spawner, digest, layer)
+            await self._layers.mount_again(spawner)
             return spawner
 
     async def _warm_slots(self) -> None:
@@ -422,14 +407,6 @@ class LinuxKernel:
             raise not_found(f"there is no sandbox {local!r} on this node", what="sandbox")
         return sandbox
 
-    def _require_layer(self, digest: str) -> _Layer:
-        layer = self._layers.get(digest)
-        if layer is None:
-            raise DsecError(
-                ErrorCode.LAYER_ERROR, f"the layer {digest} is not held on this node: hold it first"
-            )
-        return layer
-
     def _require_driver(self) -> CgroupDriver:
         if self._driver is None:
             raise DsecError(ErrorCode.INTERNAL, "the kernel was not started: call start() first")
@@ -441,46 +418,19 @@ class LinuxKernel:
         return self._slots
 
 
-def check_spec(spec: SandboxSpec) -> CgroupLimits:
-    """Return the limits of a specification that the kernel can enforce.
-
-    Raises:
-        DsecError: ``invalid``, naming the field.
-    """
-    if _LOCAL.fullmatch(spec.local) is None:
-        raise invalid(f"{spec.local[:80]!r} is not a sandbox id: use [a-z0-9][a-z0-9_-]*, up to 63")
-    if not 1 <= len(spec.layers) <= LAYERS_MAX:
-        raise invalid(f"a sandbox has 1 to {LAYERS_MAX} layers, not {len(spec.layers)}")
-    if _HOSTNAME.fullmatch(spec.hostname) is None or len(spec.hostname) >= HOSTNAME_BYTES:
-        raise invalid(f"{spec.hostname[:80]!r} is not a host name")
-    if not 0 < spec.disk_bytes <= spec.memory_bytes:
-        raise invalid(
-            f"disk_bytes is {spec.disk_bytes}: the writable layer is in memory, so it is from 1 to "
-            f"memory_bytes ({spec.memory_bytes})"
-        )
-    if not 0 < spec.inodes < 1 << 32:
-        raise invalid(f"inodes is {spec.inodes}: from 1 to {(1 << 32) - 1} are possible")
-    return CgroupLimits(
-        memory_bytes=spec.memory_bytes,
-        cpus=spec.cpus,
-        pids=spec.pids,
-        cpu_quota=spec.cpu_quota,
-        end_all_on_oom=False,
-    )
-
-
-async def _mount_layer(spawner: Spawner, digest: str, layer: _Layer) -> None:
-    try:
-        image_fd = os.open(layer.image_path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        failure = from_os_error("open", error, str(layer.image_path))
-        raise DsecError(
-            ErrorCode.LAYER_ERROR,
-            f"the image of layer {digest} cannot be read: {failure.message}",
-            details=failure.details,
-        ) from error
-    try:
-        request = SpawnerRequest(kind=SpawnerKind.HOLD, layer=layer.handle)
-        await spawner.request(request, [image_fd])
-    finally:
-        os.close(image_fd)
+async def _bury(sandbox: Sandbox) -> None:
+    """Kill a sandbox; on return it has no process, no cgroup and no descriptor."""
+    sandbox.cgroup.kill()
+    sandbox.init.close()
+    if sandbox.pidfd >= 0:
+        try:
+            async with asyncio.timeout(_DEATH_TIMEOUT_S):
+                await readable(sandbox.pidfd)
+        except TimeoutError as error:
+            raise DsecError(
+                ErrorCode.TIMEOUT,
+                f"the processes of {sandbox.local!r} did not die within {_DEATH_TIMEOUT_S} s: "
+                "one hangs in the kernel; try again",
+            ) from error
+    sandbox.close()
+    await sandbox.cgroup.remove_when_empty()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from dsec_common.errors import DsecError, ErrorCode, invalid
+from dsec_sandboxd.kernel.command import out_of_descriptors
 from dsec_sandboxd.kernel.init import InitClient
 from dsec_sandboxd.kernel.interface import DirectoryEntry, FileKind, FileStat, OpenMode
 from dsec_sandboxd.kernel.protocol import FileOperation, step_name
@@ -34,6 +35,7 @@ _OPEN_OPERATIONS: Final = {
     OpenMode.APPEND: FileOperation.OPEN_APPEND,
     OpenMode.CREATE: FileOperation.OPEN_CREATE,
 }
+_WITH_DESCRIPTOR: Final = {*_OPEN_OPERATIONS.values(), FileOperation.LIST}
 _LETTERS: Final = {"f": FileKind.FILE, "d": FileKind.DIRECTORY, "l": FileKind.LINK}
 
 
@@ -99,15 +101,16 @@ class Sandbox:
         directory = self._take_directory()
         notices = self.oom_notices
         timers: list[asyncio.TimerHandle] = []
-        clean = False
+        clean = True  # until it may have processes
         try:
             run = self.init.start_command(spec, directory.descriptor, on_output)
+            clean = False
             if spec.timeout_s > 0:
                 self._arm(run, directory, timers)
             result = await run.done
             clean = not run.timed_out
         except DsecError:
-            clean = True  # it never ran, or the whole sandbox is gone
+            clean = clean or not run.was_started
             raise
         finally:
             for timer in timers:
@@ -232,6 +235,8 @@ class Sandbox:
         reply, descriptors = await self.init.file(operation, user, paths, permissions)
         if reply.error:
             raise file_error(path, user, reply.step, reply.error)
+        if operation in _WITH_DESCRIPTOR and not descriptors:
+            raise out_of_descriptors()
         return reply, descriptors
 
 

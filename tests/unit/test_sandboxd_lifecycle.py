@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from dsec_sandboxd.lifecycle import Parts, Sandboxes
 from dsec_sandboxd.making import Maker
 from dsec_sandboxd.record_store import RecordStore
 from dsec_sandboxd.records import SandboxRecord
+from dsec_sandboxd.run_directory import RunDirectory
 from dsec_sandboxd.state import NodeState
 from dsec_sandboxd.step_log import StepLog
 
@@ -141,7 +143,9 @@ class World:
         self.caller = Caller()
         self.sockets = Sockets()
         self.steps: list[BehaviorLog] = []
-        self.run_directory = directory / "run"
+        # On a tmpfs already, so that nothing has to be mounted and the test needs no root.
+        self.memory = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="dsec-run-")
+        self.directories = RunDirectory(Path(self.memory.name))
         self.events = EventPublisher(self.stream)
         self.tasks: list[asyncio.Task[None]] = []
         self.build()
@@ -155,7 +159,7 @@ class World:
                 capacity=Resources(cpus=8, memory_bytes=8192 * MIB, sandboxes=64),
             )
         )
-        self.maker = Maker(self.kernel, self.holds, self.sockets, self.run_directory)
+        self.maker = Maker(self.kernel, self.holds, self.sockets, self.directories)
         self.sandboxes = Sandboxes(
             self.state,
             Parts(
@@ -176,6 +180,7 @@ class World:
 
     async def start(self) -> None:
         await self.kernel.start()
+        self.directories.open()
         await self.sandboxes.recover()
         self.tasks = [
             asyncio.create_task(self.events.run()),
@@ -235,7 +240,7 @@ class World:
         return {
             "kernel": self.kernel.alive,
             "sockets": self.sockets.open_now,
-            "directories": [path.name for path in (self.run_directory / "s").iterdir()],
+            "directories": [path.name for path in self.directories.path.iterdir()],
             "layers": [digest for digest in self.kernel.layers if self.holds.users(digest)],
             "sandboxes": self.state.allocated.sandboxes,
         }
@@ -257,6 +262,8 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     yield made
     await made.stop()
     assert made.left() == NOTHING
+    made.directories.close()
+    made.memory.cleanup()
 
 
 async def refused(asking: Any) -> DsecError:
@@ -395,8 +402,9 @@ async def test_a_restarted_daemon_tells_the_end_of_what_was_alive(world: World) 
     # The daemon is killed here: its memory goes, the StateDB and the run directories stay.
     await world.kernel.destroy("alive")
     await world.maker.let_go("alive")
-    (world.run_directory / "s" / "alive").mkdir()
+    world.directories.make("alive").joinpath("agent.sock").touch()
     world.build()
+    world.directories.open()
     await world.sandboxes.recover()
     await world.events.flushed(5.0)
     assert [(subject.split(".")[-1], event) for subject, event in world.stream.events] == [

@@ -272,7 +272,6 @@ class Sandboxes:
         found = await self.parts.kernel.recover()
         records = self.parts.store.load()
         self.handle(NodeRestarted(now=self.parts.clock.now(), records=records))
-        self._maker.remove_leftovers()
         _log.info("recovered", records=len(records), in_kernel=len(found))
 
     async def watch_ended(self) -> None:

@@ -4,7 +4,7 @@ Taken in this order, each let go of by :meth:`Maker.let_go` or, after a crash of
 next one's recovery:
 
 1. a user of each layer (in this process only);
-2. the run directory, on a tmpfs (:meth:`Maker.remove_leftovers`);
+2. the run directory, on a tmpfs (:meth:`RunDirectory.open`);
 3. the sandbox in the kernel (``kernel.destroy``; ``kernel.recover``);
 4. the agent's socket in the run directory (with it).
 
@@ -15,19 +15,19 @@ after, the restarted daemon knows of the sandbox and tells its end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from dsec_common.errors import DsecError, from_os_error
+from dsec_common.errors import DsecError
 from dsec_sandboxd.kernel.interface import Kernel, SandboxSpec
 from dsec_sandboxd.layer_holds import LayerHolds
 from dsec_sandboxd.layers.records import Layer
 from dsec_sandboxd.ports import AgentSockets, EndListener
 from dsec_sandboxd.records import SandboxRecord
+from dsec_sandboxd.run_directory import RunDirectory
 
 _log: Final = structlog.get_logger(__name__)
 
@@ -36,12 +36,16 @@ class Maker:
     """Puts sandboxes together from kernel, layers, run directory and agent socket."""
 
     def __init__(
-        self, kernel: Kernel, holds: LayerHolds, agent_sockets: AgentSockets, run_directory: Path
+        self,
+        kernel: Kernel,
+        holds: LayerHolds,
+        agent_sockets: AgentSockets,
+        directories: RunDirectory,
     ) -> None:
         self._kernel = kernel
         self._holds = holds
         self._agent_sockets = agent_sockets
-        self._directory = run_directory / "s"
+        self._directories = directories
         self._held: dict[str, list[str]] = {}
         self._end_listeners: list[EndListener] = []
 
@@ -69,11 +73,7 @@ class Maker:
     async def _take(self, record: SandboxRecord, layers: Sequence[Layer]) -> None:
         await self._holds.hold([(layer.digest, layer.image_path) for layer in layers])
         self._held[record.local] = [layer.digest for layer in layers]
-        directory = self._directory / record.local
-        try:
-            directory.mkdir(mode=0o755)
-        except OSError as error:
-            raise from_os_error("mkdir", error, str(directory)) from error
+        directory = self._directories.make(record.local)
         creating = asyncio.create_task(
             self._kernel.create(_spec(record, directory)), name=f"kernel create {record.local}"
         )
@@ -98,7 +98,7 @@ class Maker:
         """Let go of what a sandbox holds outside the kernel. Idempotent."""
         await self._tell_ending(local)
         await self._agent_sockets.close(local)
-        _remove(self._directory / local)
+        self._directories.remove(local)
         digests = self._held.pop(local, None)
         if digests:
             self._holds.release(digests)
@@ -106,19 +106,6 @@ class Maker:
     async def _tell_ending(self, local: str) -> None:
         for listener in self._end_listeners:
             await listener.sandbox_ending(local)
-
-    def remove_leftovers(self) -> None:
-        """Make the directory of run directories, and remove those of an earlier daemon.
-
-        Raises:
-            DsecError: when it cannot be made.
-        """
-        try:
-            self._directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-            for left in self._directory.iterdir():
-                _remove(left)
-        except OSError as error:
-            raise from_os_error("mkdir", error, str(self._directory)) from error
 
 
 def _spec(record: SandboxRecord, directory: Path) -> SandboxSpec:
@@ -134,11 +121,3 @@ def _spec(record: SandboxRecord, directory: Path) -> SandboxSpec:
         hostname=record.local.lower().replace("_", "-"),
         run_directory=directory,
     )
-
-
-def _remove(directory: Path) -> None:
-    """Remove a sandbox's run directory, in which only this daemon makes entries."""
-    with contextlib.suppress(FileNotFoundError):
-        for entry in directory.iterdir():
-            entry.unlink(missing_ok=True)
-        directory.rmdir()

@@ -56,11 +56,13 @@ from dsec_sandboxd.lifecycle import Parts, Sandboxes
 from dsec_sandboxd.making import Maker
 from dsec_sandboxd.ports import AgentSockets
 from dsec_sandboxd.record_store import RecordStore
+from dsec_sandboxd.run_directory import RunDirectory
 from dsec_sandboxd.state import NodeState
 from dsec_sandboxd.step_log import StepLog
 
 _log: Final = structlog.get_logger(__name__)
 
+_VERSION: Final = version("dsec")
 _TICK_S: Final = 0.25
 _FLUSH_TIMEOUT_S: Final = 2.0
 #: Of the time a stop may take, what running commands get before their sandboxes end.
@@ -122,7 +124,10 @@ class SandboxdService(Service[SandboxdConfig]):
         self._steps = StepLog(self.node, await self._open_log())
         self._events = EventPublisher(self.bus)
         agent_sockets = self._given_agent_sockets or self._agent_socket_server()
-        maker = Maker(kernel, holds, agent_sockets, config.run_path)
+        directories = RunDirectory(config.run_path)
+        stack.callback(directories.close)
+        directories.open()
+        maker = Maker(kernel, holds, agent_sockets, directories)
         self._sandboxes = Sandboxes(
             self._state,
             Parts(
@@ -160,7 +165,7 @@ class SandboxdService(Service[SandboxdConfig]):
         self._door.open()
         stack.callback(self._door.close)
         await self.bus.register(
-            "dsec-sandboxd", version("dsec"), "Sandboxes, commands, files and layers of one node"
+            "dsec-sandboxd", _VERSION, "Sandboxes, commands, files and layers of one node"
         )
 
     def _agent_socket_server(self) -> AgentSockets:
@@ -286,7 +291,7 @@ class SandboxdService(Service[SandboxdConfig]):
             gpus=self._gpus,
             lease_ids=self._state.lease_ids,
             labels=self.config.labels,
-            version=version("dsec"),
+            version=_VERSION,
             draining=self._state.draining,
             missing=missing,
         )

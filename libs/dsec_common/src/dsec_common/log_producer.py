@@ -28,6 +28,7 @@ _log = structlog.get_logger(__name__)
 
 _MIB: Final = 1024 * 1024
 _SPOOL_RETRY_S: Final = 1.0
+_CANCEL_AGAIN_S: Final = 1.0
 _MOVE_CHUNK_BYTES: Final = 256 * 1024
 
 
@@ -148,8 +149,12 @@ class LogProducer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._sender.drained()
-        for task in self._tasks:
-            task.cancel()
+        pending = set(self._tasks)
+        while pending:
+            # aiokafka swallows a cancellation that comes while it closes: ask until it is heard.
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._flush_handle is not None:
             self._flush_handle.cancel()

@@ -133,14 +133,16 @@ class Service(Generic[C]):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request_stop)
         try:
-            await self.start()
-            await self._stop.wait()
-        except BaseException as error:  # noqa: BLE001  told below, after everything is let go of
-            self.fail(error)
+            try:
+                await self.start()
+                await self._stop.wait()
+            except BaseException as error:  # noqa: BLE001  told below, after everything is let go of
+                self.fail(error)
+            # A second signal must not cut the stop short: a parent that dies sends several.
+            return await self.stop()
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
-        return await self.stop()
 
     async def start(self) -> None:
         """Go from ``starting`` to ``running``."""

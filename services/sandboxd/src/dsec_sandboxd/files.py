@@ -51,6 +51,8 @@ UPLOADS_PER_SANDBOX: Final = 8
 UPLOADS_MAX: Final = 512
 _PERMISSION_BITS: Final = 0o777
 _LATE_PIECES_S: Final = 10.0
+#: Content going in or out is a step of the sandbox; looking around is not.
+_LOGGED: Final = frozenset({"read_file", "write_file"})
 _KIND_OF: Final = {
     KernelFileKind.FILE: FileKind.FILE,
     KernelFileKind.DIRECTORY: FileKind.DIRECTORY,
@@ -321,7 +323,7 @@ class Files:
         return record
 
     def _told(self, record: SandboxRecord, action: str, path: str, error: DsecError) -> DsecError:
-        """Return the error for the caller, with path and reason, and log the step."""
+        """Return the error for the caller, with path and reason; log it if its success is."""
         if error.details.get("what") == "sandbox" or error.code is ErrorCode.UNAVAILABLE:
             try:
                 self._state.running(record.project, record.local)
@@ -330,13 +332,14 @@ class Files:
         if error.code in _REASON_OF:
             error.details.setdefault("reason", _REASON_OF[error.code])
         error.details.setdefault("path", path)
-        self._steps.step(
-            record,
-            action,
-            status=error.code.value,
-            attributes={"path": path},
-            error_code=error.code.value,
-        )
+        if action in _LOGGED:
+            self._steps.step(
+                record,
+                action,
+                status=error.code.value,
+                attributes={"path": path},
+                error_code=error.code.value,
+            )
         return error
 
     def _log(

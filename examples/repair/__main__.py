@@ -30,7 +30,9 @@ from examples.repair.tasks import ensure_tasks
 from examples.repair.trainer import Outcome, run_rollout
 
 LOG_PATIENCE_S = 15.0
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
+# A table needs room even where the output is a file.
+TABLE_WIDTH = 120
 
 
 def say(text: str) -> None:
@@ -89,7 +91,7 @@ class LogReader:
                 record = message.value
                 self.records.append(record)
                 if record.sandbox_id in sandboxes:
-                    console.print(f"  [dim]{record.to_text()[:160]}[/]", markup=True)
+                    console.print(f"  {record.to_text()}", markup=False)
                 if record.action == "delete":
                     waiting.discard(record.sandbox_id)
 
@@ -106,23 +108,23 @@ def gaps(records: Sequence[BehaviorLog], sandbox_id: str) -> list[int]:
 
 def summary(outcomes: Sequence[Outcome], records: Sequence[BehaviorLog]) -> Table:
     """Return the table of what came of each rollout."""
-    table = Table(title="rollouts", title_justify="left")
-    for column in ("task", "sandbox", "created in", "stages", "edits tried", "repair", "reward"):
-        table.add_column(column, justify="right" if column in {"created in", "stages"} else "left")
+    table = Table(title="rollouts", title_justify="left", width=TABLE_WIDTH)
+    for column in ("task", "created in", "stages", "edits tried", "reward", "log records", "time"):
+        table.add_column(column, justify="left" if column == "task" else "right")
     table.add_column("own tests")
-    table.add_column("log records", justify="right")
+    table.add_column("repair", no_wrap=True)
     for outcome in outcomes:
         count = sum(record.sandbox_id == outcome.sandbox_id for record in records)
         table.add_row(
             outcome.task.name,
-            outcome.sandbox_id,
             f"{outcome.create_ms:.1f} ms",
             str(outcome.stages),
             str(outcome.tried),
-            outcome.edit,
             f"{outcome.reward:+.2f}",
-            "[green]pass[/]" if outcome.verified else "[red]fail[/]",
             str(count),
+            f"{outcome.seconds:.1f} s",
+            "[green]pass[/]" if outcome.verified else "[red]fail[/]",
+            outcome.edit,
         )
     return table
 
@@ -179,7 +181,7 @@ def main() -> int:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m examples.repair", description=__doc__)
     parser.add_argument("--rollouts", type=int, default=4, help="how many at once (default 4)")
-    parser.add_argument("--seed", type=int, default=1, help="first mutation seed (default 1)")
+    parser.add_argument("--seed", type=int, default=6, help="first mutation seed (default 6)")
     parser.add_argument("--directory", type=Path, default=Path(".dsec/demo"), help="state")
     options = parser.parse_args()
     configure_logging("demo", level="error")

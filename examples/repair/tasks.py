@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsec.rootfs import build_host_rootfs
-
 from dsec import DSecClient, DsecError, ErrorCode, Limits
+from dsec.rootfs import build_host_rootfs
 from examples.repair.edits import Edit, apply_edit, edits_of_source
 
 PACKAGE = "toolz"
@@ -26,7 +25,7 @@ PYTEST = "pytest==8.3.5"
 SOURCES = ("toolz/itertoolz.py", "toolz/dicttoolz.py", "toolz/functoolz.py", "toolz/recipes.py")
 AGENT_DIRECTORY = Path(__file__).parent / "agent"
 LIMITS = Limits(memory_bytes=512 << 20, disk_bytes=64 << 20, pids=128)
-TEST_COMMAND = ("python3", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "toolz")
+TEST_COMMAND = ("python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "toolz")
 TEST_ENVIRONMENT = {"PYTHONPATH": "/opt/toolkit/site-packages", "PYTHONDONTWRITEBYTECODE": "1"}
 
 Say = Callable[[str], None]
@@ -134,7 +133,7 @@ async def _is_noticed(client: DSecClient, source: Path, edit: Edit, layers: Task
     ) as sandbox:
         await sandbox.write_file(f"/workspace/{edit.path}", broken.encode())
         result = await sandbox.exec(
-            TEST_COMMAND, cwd="/workspace", env=TEST_ENVIRONMENT, timeout_s=20
+            TEST_COMMAND, cwd="/workspace", env=TEST_ENVIRONMENT, timeout_s=15
         )
     # 1 is pytest's "tests failed"; anything else (a hang, an import error) makes a poor task.
     return result.exit_code == 1

@@ -130,6 +130,13 @@ def test_a_sandbox_that_is_ready_too_late_is_removed() -> None:
     assert refusal(effects[:1]).code is ErrorCode.TIMEOUT
 
 
+def test_a_placement_that_nobody_waits_for_any_more_is_not_begun() -> None:
+    state = NodeState(node_rules())
+    event = msgspec.structs.replace(placement(now=10.0), now=15.1)
+    assert refusal(state.handle(event)).code is ErrorCode.TIMEOUT
+    assert state.allocated == Resources()
+
+
 def test_the_same_placement_again_is_answered_again_with_the_same_sandbox() -> None:
     state = running()
     (effect,) = state.handle(placement())

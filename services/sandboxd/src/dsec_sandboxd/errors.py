@@ -79,12 +79,12 @@ def node_too_small(node: str, what: str, wanted: float, total: float) -> DsecErr
     )
 
 
-def placement_too_late(node: str, local: str, late_s: float) -> DsecError:
-    """Return the answer for a sandbox that was ready only after the scheduler had gone on."""
+def placement_lapsed(node: str, local: str, late_s: float) -> DsecError:
+    """Return the answer for a placement whose time was over before its sandbox was ready."""
     return DsecError(
         ErrorCode.TIMEOUT,
-        f"sandbox {node}.{local} was ready {late_s:.3f} s after its placement had lapsed, and has "
-        "been removed",
+        f"the placement of sandbox {node}.{local} lapsed {late_s:.3f} s ago, before it was ready; "
+        "nothing of it stays. Allow more time, or try a node with less to do",
         details={"node": node, "sandbox_id": f"{node}.{local}"},
     )
 

@@ -195,6 +195,11 @@ class NodeState:
                 return known
             if self.draining:
                 raise errors.node_draining(self.rules.node)
+            if event.now > event.valid_until:
+                # Under overload, work for an answer that nobody waits for would make more of it.
+                raise errors.placement_lapsed(
+                    self.rules.node, record.local, event.now - event.valid_until
+                )
             check_room(self.rules, self.allocated, record.limits, event.memory_bytes_available)
         except DsecError as error:
             return [RefusePlacement(record.placement_id, error)]
@@ -236,7 +241,7 @@ class NodeState:
             # The scheduler has gone on to another node: two sandboxes for one request must not be.
             living.end_cause = EndCause.CREATE_FAILED
             living.end_detail = "ready too late"
-            error = errors.placement_too_late(
+            error = errors.placement_lapsed(
                 self.rules.node, event.local, event.now - living.valid_until
             )
             return [RefusePlacement(record.placement_id, error), *self._begin_end(living)]

@@ -198,6 +198,19 @@ async def test_uploads_are_bounded_in_size_and_number(tmp_path: Path, layers: Pa
         ]
 
 
+async def test_a_hole_in_an_upload_is_not_taken_for_content(node: NodeForTests) -> None:
+    last = UploadLayerChunk(upload_id="u1", offset=1 << 30, data=b"x")
+    await layer(node, "upload", last, LayerChunkStored)
+    whole = announced(b"", size_bytes=(1 << 30) + 1, sha256="00")
+    error = await refused(layer(node, "import", whole, LayerInfo))
+    assert (error.code, error.details["field"]) == (ErrorCode.INVALID, "size_bytes")
+
+
+async def test_uploads_leave_the_disks_reserve_free(tmp_path: Path, layers: Path) -> None:
+    async with node_for_tests(tmp_path, layers, disk_reserve_bytes=1 << 60) as node:
+        assert (await refused(send(node, b"x"))).code is ErrorCode.EXHAUSTED
+
+
 # --- Callers --------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,8 @@ class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
         inodes_max: most files in a writable layer that one sandbox may ask for.
         exec_timeout_max_s: longest time limit of a command.
         layer_upload_max_bytes: largest archive.
-        layer_uploads_max: archives on their way at once.
+        layer_uploads_max: archives on their way at once; one project may have half of them.
+        disk_reserve_bytes: uploads leave so much of the disk free.
         layer_imports_max: imports running at once; others wait.
         upload_idle_s: an upload without a new piece for so long is removed.
         log_spool_directory: the behaviour log's spool; empty means ``<state_directory>/log-spool``.
@@ -61,6 +62,7 @@ class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
     exec_timeout_max_s: float = 3600.0
     layer_upload_max_bytes: int = 32 * GIB
     layer_uploads_max: int = 16
+    disk_reserve_bytes: int = 1 * GIB
     layer_imports_max: int = 1
     upload_idle_s: float = 120.0
     log_spool_directory: str = ""
@@ -89,7 +91,12 @@ class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
         for name in ("sandboxes_max", "layer_uploads_max", "layer_imports_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
-        for name in ("memory_reserve_bytes", "ended_kept_max", "layers_idle_max"):
+        for name in (
+            "memory_reserve_bytes",
+            "disk_reserve_bytes",
+            "ended_kept_max",
+            "layers_idle_max",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
 

@@ -66,6 +66,10 @@ _REASON_OF: Final = {
 }
 
 
+#: Project, sandbox, upload.
+_Key = tuple[str, str, str]
+
+
 class _Upload:
     """A file that is being sent: a temporary name beside its target, and what has arrived."""
 
@@ -96,7 +100,7 @@ class Files:
         self._steps = steps
         self._clock = clock
         self._idle_s = idle_s
-        self._uploads: dict[tuple[str, str], asyncio.Task[_Upload]] = {}
+        self._uploads: dict[_Key, asyncio.Task[_Upload]] = {}
 
     # --- Reading ------------------------------------------------------------------------------
 
@@ -214,7 +218,7 @@ class Files:
         if len(message.data) > FILE_CHUNK_BYTES:
             raise invalid_field("data", f"{len(message.data)} bytes; {FILE_CHUNK_BYTES} at most")
         started_at = time.perf_counter()
-        key = (record.local, message.upload_id)
+        key = (record.project, record.local, message.upload_id)
         try:
             upload = await self._upload(key, message)
             if upload.path != message.path:
@@ -234,21 +238,30 @@ class Files:
         self._log(record, request, "write_file", size_bytes, started_at)
         return FileWritten(cause_id=message.message_id, received_bytes=size_bytes, complete=True)
 
-    async def _upload(self, key: tuple[str, str], message: WriteFile) -> _Upload:
+    async def _upload(self, key: _Key, message: WriteFile) -> _Upload:
         opening = self._uploads.get(key)
         if opening is None:
-            ours = sum(1 for local, _ in self._uploads if local == key[0])
-            if ours >= UPLOADS_PER_SANDBOX or len(self._uploads) >= UPLOADS_MAX:
-                raise DsecError(
-                    ErrorCode.EXHAUSTED,
-                    f"{ours} uploads into this sandbox and {len(self._uploads)} on this node are "
-                    "on their way; finish one first",
-                    retry_after_s=0.5,
-                )
+            self._check_room(key)
             opening = self._uploads[key] = asyncio.create_task(
-                self._open(key[0], message), name=f"open upload {key}"
+                self._open(key[1], message), name=f"open upload {key}"
             )
         return await asyncio.shield(opening)
+
+    def _check_room(self, key: _Key) -> None:
+        here = sum(1 for other in self._uploads if other[:2] == key[:2])
+        ours = sum(1 for other in self._uploads if other[0] == key[0])
+        # No project may keep all others out.
+        if (
+            here >= UPLOADS_PER_SANDBOX
+            or ours >= UPLOADS_MAX // 2
+            or (len(self._uploads) >= UPLOADS_MAX)
+        ):
+            raise DsecError(
+                ErrorCode.EXHAUSTED,
+                f"{here} files are on their way into this sandbox, {ours} into this project's on "
+                "this node; finish one first",
+                retry_after_s=0.5,
+            )
 
     async def _open(self, local: str, message: WriteFile) -> _Upload:
         parent = posixpath.dirname(message.path.rstrip("/"))
@@ -272,18 +285,18 @@ class Files:
             descriptor = await create()
         return _Upload(message, temporary, descriptor, self._clock.now())
 
-    async def _finish(self, key: tuple[str, str], upload: _Upload, message: WriteFile) -> None:
+    async def _finish(self, key: _Key, upload: _Upload, message: WriteFile) -> None:
         size_bytes = message.size_bytes or message.offset + len(message.data)
         await upload.writer.complete(size_bytes, message.sha256, _LATE_PIECES_S)
         try:
             os.fchmod(upload.writer.descriptor, _permissions(message.mode))
         except OSError as error:
             raise from_os_error("chmod", error, message.path) from error
-        await self._kernel.rename(key[0], upload.temporary, upload.path, user=upload.user)
+        await self._kernel.rename(key[1], upload.temporary, upload.path, user=upload.user)
         upload.close()
         self._uploads.pop(key, None)
 
-    async def _abandon(self, key: tuple[str, str], *, unlink: bool = True) -> None:
+    async def _abandon(self, key: _Key, *, unlink: bool = True) -> None:
         opening = self._uploads.pop(key, None)
         if opening is None:
             return
@@ -295,9 +308,9 @@ class Files:
         if not unlink:
             return
         try:
-            await self._kernel.unlink(key[0], upload.temporary, user=upload.user)
+            await self._kernel.unlink(key[1], upload.temporary, user=upload.user)
         except DsecError as error:
-            _log.info("upload_not_removed", local=key[0], error=str(error))
+            _log.info("upload_not_removed", local=key[1], error=str(error))
 
     async def remove_idle(self) -> None:
         """Remove uploads that nobody goes on with."""
@@ -312,7 +325,7 @@ class Files:
 
     async def sandbox_ending(self, local: str) -> None:
         """Let go of every upload into a sandbox; its files go with it."""
-        for key in [key for key in self._uploads if key[0] == local]:
+        for key in [key for key in self._uploads if key[1] == local]:
             await self._abandon(key, unlink=False)
 
     # --- Common -------------------------------------------------------------------------------

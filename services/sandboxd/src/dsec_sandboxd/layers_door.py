@@ -68,6 +68,7 @@ class LayersDoor:
         clock: Clock,
         directory: Path,
         upload_max_bytes: int,
+        disk_reserve_bytes: int,
         uploads_max: int,
         imports_max: int,
         idle_s: float,
@@ -79,6 +80,7 @@ class LayersDoor:
         self._clock = clock
         self._directory = directory
         self._upload_max_bytes = upload_max_bytes
+        self._disk_reserve_bytes = disk_reserve_bytes
         self._uploads_max = uploads_max
         self._idle_s = idle_s
         self._uploads: dict[tuple[str, str], _Upload] = {}
@@ -127,6 +129,7 @@ class LayersDoor:
                 f"upload {message.upload_id} is complete and being imported; begin another",
             )
         upload.last_piece_at = self._clock.now()
+        self._check_room(upload, len(message.data))
         try:
             written = os.pwrite(upload.descriptor, message.data, message.offset)
         except OSError as error:
@@ -138,12 +141,25 @@ class LayersDoor:
         upload.received_bytes += written
         return LayerChunkStored(cause_id=message.message_id, received_bytes=upload.received_bytes)
 
-    def _begin(self, key: tuple[str, str]) -> _Upload:
-        if len(self._uploads) >= self._uploads_max:
+    def _check_room(self, upload: _Upload, size_bytes: int) -> None:
+        free = os.fstatvfs(upload.descriptor)
+        if free.f_bavail * free.f_frsize - size_bytes < self._disk_reserve_bytes:
             raise DsecError(
                 ErrorCode.EXHAUSTED,
-                f"node {self._node} is receiving {len(self._uploads)} archives already; try later "
-                "or another node",
+                f"node {self._node} keeps the last {self._disk_reserve_bytes} bytes of its disk "
+                "free; remove layers, or import on another node",
+                retry_after_s=5.0,
+            )
+
+    def _begin(self, key: tuple[str, str]) -> _Upload:
+        ours = sum(1 for project, _ in self._uploads if project == key[0])
+        # No project may keep all others out.
+        ours_max = max(1, self._uploads_max // 2)
+        if len(self._uploads) >= self._uploads_max or ours >= ours_max:
+            raise DsecError(
+                ErrorCode.EXHAUSTED,
+                f"node {self._node} is receiving {len(self._uploads)} archives already, {ours} of "
+                "them this project's; try later or another node",
                 retry_after_s=2.0,
             )
         # A project's name has no dot, so no two uploads share a file.
@@ -279,7 +295,8 @@ def _verify(upload: _Upload, message: ImportLayer) -> None:
     Raises:
         DsecError: ``invalid`` when size or hash differ.
     """
-    size_bytes = os.fstat(upload.descriptor).st_size
+    # A file can be larger than what was sent; no time is spent on holes.
+    size_bytes = min(os.fstat(upload.descriptor).st_size, upload.received_bytes)
     if size_bytes != message.size_bytes:
         raise invalid(
             f"{size_bytes} bytes were uploaded, {message.size_bytes} were announced; send all "

@@ -158,6 +158,7 @@ class SandboxdService(Service[SandboxdConfig]):
             clock=self.clock,
             directory=config.state_path / "uploads",
             upload_max_bytes=config.layer_upload_max_bytes,
+            disk_reserve_bytes=config.disk_reserve_bytes,
             uploads_max=config.layer_uploads_max,
             imports_max=config.layer_imports_max,
             idle_s=config.upload_idle_s,

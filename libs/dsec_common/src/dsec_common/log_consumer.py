@@ -17,10 +17,11 @@ from dsec_common.behavior import BehaviorLog
 from dsec_common.errors import DsecError
 from dsec_common.log_kafka import KAFKA_FAILURES, KafkaConfig, ensure_topics
 from dsec_common.log_sequence import Arrival, SequenceTracker
+from dsec_common.subjects import DEFAULT_PROJECT
 from dsec_common.topics import ALL_BEHAVIOR_LOGS, BEHAVIOR_LOGS, behavior_logs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
 _log = structlog.get_logger(__name__)
@@ -52,7 +53,8 @@ class LogConsumer:
     Attributes:
         connected: whether Kafka answered when last asked.
         sequence: duplicates dropped and numbers missing.
-        unreadable: values that are no behaviour logs, skipped.
+        unreadable: values that are no behaviour logs, or of another project than their topic's;
+            skipped.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class LogConsumer:
         start_at: StartAt = StartAt.EARLIEST,
         where: Callable[[BehaviorLog], bool] | None = None,
         commit_interval_s: float = 1.0,
+        position: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
         """Take the settings; nothing is connected yet.
 
@@ -74,6 +77,7 @@ class LogConsumer:
             start_at: where to begin when the group has no committed offset, or without a group.
             where: only records for which it is true are returned.
             commit_interval_s: how often offsets are committed.
+            position: without a group: what :attr:`position` was in an earlier life.
 
         Raises:
             DsecError: ``invalid`` for a project that cannot be.
@@ -90,11 +94,23 @@ class LogConsumer:
         self._consumer: Any = None
         self._buffer: deque[Any] = deque()
         self._given_out: Any = None
-        self._next_offsets: dict[Any, int] = {}
+        self._next_offsets: dict[Any, int] = {
+            TopicPartition(topic, partition): offset
+            for (topic, partition), offset in (position or {}).items()
+        }
         self._uncommitted: dict[Any, int] = {}
         self._committed_at = 0.0
         self._heard_at = 0.0
         self._closed = False
+
+    @property
+    def position(self) -> dict[tuple[str, int], int]:
+        """Return the next offset of each topic and partition; all before it were handled.
+
+        A record is handled when the caller has come back for the next one. Who keeps the position
+        with what was made of the records needs no group, and so waits for no dead member of it.
+        """
+        return {(it.topic, it.partition): offset for it, offset in self._next_offsets.items()}
 
     async def start(self) -> None:
         """Connect and take the starting position; waits, with retries, until Kafka is there.
@@ -230,6 +246,11 @@ class LogConsumer:
                 offset=message.offset,
                 reason=error.message,
             )
+            return None
+        if behavior_logs(record.project or DEFAULT_PROJECT) != message.topic:
+            # Whoever may write to one project's topic must not speak for another project.
+            self.unreadable += 1
+            _log.warning("log_record_of_another_project", topic=message.topic)
             return None
         arrival = self.sequence.observe(record)
         if arrival is Arrival.DUPLICATE:

@@ -29,6 +29,7 @@ from dsec_tracer.state import TracerState
 from dsec_tracer.store import StepStore
 
 QUEUE: Final = "tracer"
+_KEEP_POSITION_S: Final = 1.0
 
 
 class TracerService(Service[TracerConfig]):
@@ -56,8 +57,7 @@ class TracerService(Service[TracerConfig]):
         self._consumer = LogConsumer(
             KafkaConfig(bootstrap_servers=self.config.kafka_bootstrap),
             projects=None,
-            # One that lost its store has another identity, and reads everything again.
-            group_id=f"dsec-tracer-{self._store.identity()}",
+            position=self._store.position(),
         )
         await self.bus.register("dsec-tracer", version("dsec"), "Behaviour logs read back")
 
@@ -91,12 +91,18 @@ class TracerService(Service[TracerConfig]):
         consumer = self._consumer
         if consumer is None:
             return
-        # A record's offset is committed after the next was asked for: it is in the store by then.
+        kept_at = self.clock.monotonic()
         try:
             async for record in consumer:
+                # All before this record are in the store. What is read twice after a crash is known
+                # there by its number.
+                if self.clock.monotonic() - kept_at > _KEEP_POSITION_S:
+                    self._opened().keep_position(consumer.position)
+                    kept_at = self.clock.monotonic()
                 self._handle(RecordRead(record=record, now=self.clock.now()))
         finally:
             await consumer.stop()
+            self._opened().keep_position(consumer.position)
 
     async def _sweep(self) -> None:
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, cast
 
@@ -12,7 +12,6 @@ import structlog
 from rocksdict import Options, Rdict, WriteBatch
 
 from dsec_common.errors import DsecError, ErrorCode, unavailable
-from dsec_common.wire.base import new_id
 from dsec_common.wire.trace import TraceStep
 from dsec_tracer.events import SandboxKey
 from dsec_tracer.numbering import TracedSandbox
@@ -23,12 +22,13 @@ _MIB: Final = 1024 * 1024
 #: A page of steps must fit one message with room to spare.
 PAGE_BYTES_MAX: Final = 256 * 1024
 
-_IDENTITY: Final = b"identity"
+_POSITION: Final = b"position"
 _SANDBOX: Final = b"sandbox|"
 _STEP: Final = b"step|"
 _SEQ: Final = struct.Struct(">Q")
 
 _encoder: Final = msgspec.msgpack.Encoder()
+_position_decoder: Final = msgspec.msgpack.Decoder(list[tuple[str, int, int]])
 _sandbox_decoder: Final = msgspec.msgpack.Decoder(TracedSandbox)
 
 
@@ -59,14 +59,24 @@ class StepStore:
                 "tracer of this name runs here, or remove it to have the log read again"
             ) from error
 
-    def identity(self) -> str:
-        """Return the store's own id: how far it has read is kept under it."""
-        known = self._database.get(_IDENTITY)
-        if known is not None:
-            return cast("bytes", known).decode()
-        identity = new_id()
-        self._database[_IDENTITY] = identity.encode()
-        return identity
+    def position(self) -> dict[tuple[str, int], int]:
+        """Return how far the log had been read when that was kept last."""
+        kept = self._database.get(_POSITION)
+        if kept is None:
+            return {}
+        rows = _position_decoder.decode(cast("bytes", kept))
+        return {(topic, partition): offset for topic, partition, offset in rows}
+
+    def keep_position(self, position: Mapping[tuple[str, int], int]) -> None:
+        """Keep how far the log was read; every step before it is in the store.
+
+        Raises:
+            DsecError: ``unavailable`` when RocksDB refuses.
+        """
+        batch = WriteBatch(raw_mode=True)
+        rows = [(topic, partition, offset) for (topic, partition), offset in position.items()]
+        batch.put(_POSITION, _encoder.encode(rows))
+        self._write(batch, "the position in the log")
 
     def put(self, key: SandboxKey, sandbox: TracedSandbox, step: TraceStep | None = None) -> None:
         """Keep a step and what is known of its sandbox; both or neither.
@@ -78,12 +88,7 @@ class StepStore:
         if step is not None:
             batch.put(_steps_of(key) + _SEQ.pack(step.seq), _encoder.encode(step))
         batch.put(_SANDBOX + _name_of(key), _encoder.encode(sandbox))
-        try:
-            self._database.write(batch)
-        except Exception as error:  # rocksdict raises plain Exception
-            raise DsecError(
-                ErrorCode.UNAVAILABLE, f"the store of steps refuses {key.sandbox_id}: {error}"
-            ) from error
+        self._write(batch, key.sandbox_id)
 
     def forget(self, key: SandboxKey) -> None:
         """Drop a sandbox with its steps.
@@ -95,12 +100,7 @@ class StepStore:
         batch.delete(_SANDBOX + _name_of(key))
         prefix = _steps_of(key)
         batch.delete_range(prefix, prefix + b"\xff" * _SEQ.size)
-        try:
-            self._database.write(batch)
-        except Exception as error:  # rocksdict raises plain Exception
-            raise DsecError(
-                ErrorCode.UNAVAILABLE, f"the store of steps refuses {key.sandbox_id}: {error}"
-            ) from error
+        self._write(batch, key.sandbox_id)
 
     def steps(
         self, key: SandboxKey, after_seq: int, limit: int
@@ -140,6 +140,14 @@ class StepStore:
     def close(self) -> None:
         """Let go of the store; later calls fail."""
         self._database.close()
+
+    def _write(self, batch: WriteBatch, what: str) -> None:
+        try:
+            self._database.write(batch)
+        except Exception as error:  # rocksdict raises plain Exception
+            raise DsecError(
+                ErrorCode.UNAVAILABLE, f"the store of steps refuses {what}: {error}"
+            ) from error
 
     def _from(self, name: bytes) -> Iterator[tuple[bytes, bytes]]:
         return cast("Iterator[tuple[bytes, bytes]]", self._database.items(from_key=name))

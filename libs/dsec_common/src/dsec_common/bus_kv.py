@@ -197,8 +197,11 @@ class KeyValue(Generic[MessageT]):
         try:
             while epoch == self._streams.epoch:
                 try:
-                    update = await watcher.updates(timeout=1.0)  # type: ignore[no-untyped-call]
-                except nats.errors.TimeoutError:
+                    # Not the watcher's own `updates`: it loses a cancellation that comes together
+                    # with an update, and whoever watches could then never be stopped.
+                    async with asyncio.timeout(1.0):
+                        update = await anext(watcher)
+                except TimeoutError:
                     continue
                 if update is None:
                     yield None

@@ -8,7 +8,7 @@ import json
 import aiokafka
 import pytest
 
-from dsec import BehaviorLog, DsecError, ErrorCode
+from dsec import BehaviorLog, DsecError, ErrorCode, agent_channel
 from dsec_common.topics import behavior_logs
 from dsec_common.wire.rollout import RolloutState
 from dsec_common.wire.sandbox import SandboxEnded, SandboxRunning
@@ -17,18 +17,11 @@ from stack import Stack
 WAIT_S = 30.0
 
 AGENT = """
-import json, socket, struct, sys
-s = socket.socket(socket.AF_UNIX)
-s.connect("/run/dsec/agent.sock")
-def ask(**message):
-    body = json.dumps(message).encode()
-    s.sendall(struct.pack(">I", len(body)) + body)
-    size, = struct.unpack(">I", s.recv(4, socket.MSG_WAITALL))
-    return json.loads(s.recv(size, socket.MSG_WAITALL))
-ask(id=1, op="hello")
-for number in range(1, 4):
-    answer = ask(id=1 + number, op="step", stage="try", payload={"n": number})
-    print(json.dumps(answer))
+import json
+from agent_channel import AgentChannel
+with AgentChannel() as channel:
+    for number in range(1, 4):
+        print(json.dumps(channel.step("try", {"n": number})))
 """
 
 
@@ -96,8 +89,9 @@ async def test_a_rollout_carries_stages_to_the_trainer_and_feedback_back(
     async with stack.client() as client:
         rollout = await client.rollouts.open(labels={"task": "count"})
         async with await client.create_sandbox(base, rollout_id=rollout.id) as sandbox:
-            await sandbox.write_file("/agent.py", AGENT)
-            running = asyncio.create_task(sandbox.exec(["python3", "/agent.py"], timeout_s=60))
+            await sandbox.upload(agent_channel.__file__, "/agent/agent_channel.py")
+            await sandbox.write_file("/agent/main.py", AGENT)
+            running = asyncio.create_task(sandbox.exec(["python3", "/agent/main.py"], timeout_s=60))
             seen = []
             async with asyncio.timeout(WAIT_S):
                 async for stage in rollout.stages():

@@ -106,12 +106,11 @@ class Stack:
         """Return what of this platform is still on the machine, which should be nothing."""
         layout = Layout(self.directory)
         traces = (layout.run, layout.record, layout.runtime, self.directory / "context.json")
-        trees = Path("/sys/fs/cgroup").glob("**/dsec-*")
         return [
             *(f"mount {line}" for line in _lines("/proc/self/mountinfo") if self._names(line)),
             *(f"process {line}" for line in _command_lines() if self._names(line)),
             *(f"socket {line}" for line in _lines("/proc/net/unix") if self._names(line)),
-            *(f"cgroup {tree}" for tree in trees if self.prefix in tree.name),
+            *(f"cgroup {tree}" for tree in _cgroups() if self.prefix in tree),
             *(f"file {path}" for path in traces if path.exists()),
         ]
 
@@ -184,6 +183,11 @@ def _environment() -> dict[str, str]:
 
 def _lines(path: str) -> list[str]:
     return Path(path).read_text(errors="replace").splitlines()
+
+
+def _cgroups() -> list[str]:
+    # Other platforms' cgroups come and go meanwhile; walk() passes over what has vanished.
+    return [root for root, _, _ in os.walk("/sys/fs/cgroup") if "/dsec-" in root]
 
 
 def _command_lines() -> list[str]:

@@ -145,6 +145,11 @@ async def test_a_client_without_our_library_speaks_json(nats: NatsForTests) -> N
         )
         report = json.loads(reply.data)["reports"][0]
         assert report["payload"] == {"saw": ["a", 1.5, None, True]}
+        poison = b'{"type": "SendFeedback", "seq": 1, "payload": 1000000000000000000000}'
+        reply = await bus._inbox.request(
+            subject.replace("next", "feedback"), poison, {"content-type": "application/json"}, 5.0
+        )
+        assert json.loads(reply.data)["code"] == "invalid"
 
 
 async def test_a_long_wait_ends_at_once_when_the_shard_is_handed_over(nats: NatsForTests) -> None:

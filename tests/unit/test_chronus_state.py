@@ -8,7 +8,8 @@ import pytest
 
 from chronus_world import ROLLOUT, World
 from dsec_chronus.config import ChronusConfig
-from dsec_chronus.records import PAYLOAD_BYTES_MAX, pack
+from dsec_chronus.records import PAYLOAD_BYTES_MAX, PAYLOAD_DEPTH_MAX, pack, unpack
+from dsec_chronus.state import WAITING_BYTES_MAX
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.base import Message
 from dsec_common.wire.rollout import (
@@ -22,6 +23,13 @@ from dsec_common.wire.rollout import (
 )
 
 M = TypeVar("M", bound=Message)
+
+
+def nested(depth: int) -> object:
+    value: object = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
 
 
 def answer(world: World, request_id: int, kind: type[M]) -> M:
@@ -194,6 +202,17 @@ def test_more_than_the_limit_may_not_wait_on_a_shard() -> None:
     assert answer(world, world.inspect(), RolloutInfo).last_seq == 3
 
 
+def test_only_so_many_bytes_may_wait_for_the_journal(world: World) -> None:
+    large = "x" * (PAYLOAD_BYTES_MAX - 2)
+    for seq in range(1, WAITING_BYTES_MAX // PAYLOAD_BYTES_MAX + 2):
+        world.report(seq, large)
+    assert refused(world, world.report(200)).code is ErrorCode.EXHAUSTED
+    world.append()
+    world.report(130)
+    world.settle()
+    assert answer(world, world.inspect(), RolloutInfo).last_seq == 130
+
+
 def test_a_batch_holds_what_fits_a_message_and_the_rest_comes_next(world: World) -> None:
     large = "x" * (PAYLOAD_BYTES_MAX // 2)
     for seq in range(1, 4):
@@ -353,11 +372,30 @@ def test_a_refused_snapshot_costs_nothing_but_the_attempt() -> None:
     assert world.durable_facts() == world.core.facts()
 
 
-@pytest.mark.parametrize("payload", [object(), "x" * PAYLOAD_BYTES_MAX, {("a", 1): 2}])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        object(),
+        {("a", 1): 2},
+        2**64,
+        "\ud800",
+        "x" * PAYLOAD_BYTES_MAX,
+        nested(PAYLOAD_DEPTH_MAX + 1),
+        nested(5000),
+    ],
+    ids=["object", "tuple", "integer", "surrogate", "large", "deep", "very deep"],
+)
 def test_a_payload_that_is_no_json_or_too_large_is_refused(payload: object) -> None:
     with pytest.raises(DsecError) as caught:
         pack(payload)
     assert caught.value.code is ErrorCode.INVALID
+
+
+def test_brackets_in_texts_and_side_by_side_are_not_depth() -> None:
+    payloads: list[object] = ["[" * 1000, ['"[' * 500, {"\\": "{" * 500}], [[]] * 1000]
+    for payload in payloads:
+        assert unpack(pack(payload)) == payload
+    assert unpack(pack(nested(PAYLOAD_DEPTH_MAX))) == nested(PAYLOAD_DEPTH_MAX)
 
 
 def test_the_limit_on_payloads_is_named() -> None:

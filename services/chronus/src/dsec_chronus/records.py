@@ -5,6 +5,8 @@ A snapshot is written in the same records, so that one way of applying them serv
 
 from __future__ import annotations
 
+import re
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -15,6 +17,12 @@ from dsec_common.wire.base import Message
 
 PAYLOAD_BYTES_MAX: Final = 256 * 1024
 """The largest payload of a report or of feedback, as JSON."""
+
+PAYLOAD_DEPTH_MAX: Final = 100
+"""How deep arrays and objects may lie in one another: what every reader can take apart."""
+
+_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_BRACKET: Final = re.compile(rb"[\[\]{}]")
 
 _RECORD_BYTES: Final = 256
 """What a record costs besides its texts; an estimate for limits."""
@@ -98,15 +106,29 @@ def pack(payload: Any) -> bytes:
     """Return a payload as JSON.
 
     Raises:
-        DsecError: ``invalid`` when it is no JSON value or larger than :data:`PAYLOAD_BYTES_MAX`.
+        DsecError: ``invalid`` when it is no JSON value that every reader understands, or larger
+            than :data:`PAYLOAD_BYTES_MAX`.
     """
     try:
         body = msgspec.json.encode(payload)
-    except (TypeError, ValueError, RecursionError) as error:
+        # What is accepted here is sent to readers of either encoding; not every JSON number fits.
+        msgspec.msgpack.encode(payload)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise invalid(f"the payload is not a JSON value: {error}") from error
     if len(body) > PAYLOAD_BYTES_MAX:
         raise too_large("the payload", len(body), PAYLOAD_BYTES_MAX)
+    if (depth := _depth(body)) > PAYLOAD_DEPTH_MAX:
+        raise too_large("the payload", depth, PAYLOAD_DEPTH_MAX, "levels")
     return body
+
+
+def _depth(body: bytes) -> int:
+    """Return how deep a JSON value is, or no more than the limit when it cannot be deeper."""
+    opening = body.count(b"[") + body.count(b"{")
+    if opening <= PAYLOAD_DEPTH_MAX:
+        return opening
+    levels = (1 if bracket in b"[{" else -1 for bracket in _BRACKET.findall(_STRING.sub(b"", body)))
+    return max(accumulate(levels), default=0)
 
 
 def unpack(body: bytes) -> Any:

@@ -254,6 +254,9 @@ class ChronusService(Service[ChronusConfig]):
 
     async def _attempt(self, what: str, step: Coroutine[Any, Any, None]) -> None:
         """Do what helps others but is not needed: without it, leases run out by themselves."""
+        if not self.bus.connected:
+            step.close()
+            return
         try:
             await step
         except DsecError as error:

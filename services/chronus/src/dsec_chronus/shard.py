@@ -390,6 +390,9 @@ class Shard:
         except DsecError as error:
             # Whoever asked asks again, by the same number.
             log.warning("an answer could not be sent", shard=self.name, error=error.message)
+        except Exception:
+            # One answer that cannot be written down must not end the shard for all.
+            log.exception("an answer failed", shard=self.name, verb=caller.verb)
 
     def _set_timer(self) -> None:
         if self._timer is not None:

@@ -54,6 +54,9 @@ FRAME_BYTES: Final = 256 * 1024
 
 FRAME_RECORDS: Final = 1024
 
+WAITING_BYTES_MAX: Final = 32 * 1024 * 1024
+"""Payloads of changes that may wait for the journal."""
+
 
 @dataclass(slots=True)
 class _Writing:
@@ -77,6 +80,7 @@ class ShardState:
         self._polls = Polls()
         self._size_bytes = 0
         self._waiting: deque[Change] = deque()
+        self._waiting_bytes = 0
         self._writing: _Writing | None = None
         self._drafts: dict[str, Draft] = {}
         # The journal since the last snapshot, the parts of one that is being written, and where
@@ -116,10 +120,15 @@ class ShardState:
     # --- Changes ------------------------------------------------------------------------------
 
     def _on_change(self, asked: Change) -> list[Effect]:
-        if len(self._waiting) >= self._config.waiting_max:
-            refusal = too_many_waiting(self._shard, "changes", self._config.waiting_max)
+        limit = self._config.waiting_max
+        if len(self._waiting) >= limit:
+            refusal = too_many_waiting(self._shard, "changes", limit)
+            return [Refuse(request_id=asked.request_id, error=refusal)]
+        if self._waiting_bytes >= WAITING_BYTES_MAX:
+            refusal = too_many_waiting(self._shard, "bytes of changes", WAITING_BYTES_MAX)
             return [Refuse(request_id=asked.request_id, error=refusal)]
         self._waiting.append(asked)
+        self._waiting_bytes += _payload_bytes(asked)
         return self._advance()
 
     def _advance(self) -> list[Effect]:
@@ -142,6 +151,7 @@ class ShardState:
         size = 0
         while self._waiting and size < FRAME_BYTES and len(records) < FRAME_RECORDS:
             asked = self._waiting.popleft()
+            self._waiting_bytes -= _payload_bytes(asked)
             try:
                 record, reply = self._decide(asked, size)
             except DsecError as error:
@@ -399,6 +409,7 @@ class ShardState:
         if self._writing is not None:
             waiting += [outcome.request_id for outcome in self._writing.outcomes]
         self._waiting.clear()
+        self._waiting_bytes = 0
         self._parts.clear()
         self._drafts.clear()
         self._writing = None
@@ -430,6 +441,7 @@ class ShardState:
         assert self._writing is not None or not self._waiting  # noqa: S101  invariant
         assert self._writing is not None or not self._drafts  # noqa: S101  invariant
         assert self._writing is not None or not self._parts  # noqa: S101  invariant
+        assert self._waiting_bytes == sum(map(_payload_bytes, self._waiting))  # noqa: S101  invariant
         total = sum(rollout.size_bytes for rollout in self._rollouts.values())
         assert self._size_bytes == total  # noqa: S101  invariant
         for local, rollout in self._rollouts.items():
@@ -439,6 +451,10 @@ class ShardState:
             assert set(rollout.feedback) <= set(numbers)  # noqa: S101  invariant
             for poll in self._polls.of(local):
                 assert self._ready(poll.asked, rollout) is None  # noqa: S101  invariant
+
+
+def _payload_bytes(asked: Change) -> int:
+    return len(asked.payload) if isinstance(asked, ReportAsked | FeedbackAsked) else 0
 
 
 def _s(at: Moment) -> float:

@@ -1,0 +1,450 @@
+"""The agent socket against agents that are rude: the node is never harmed, others never wait."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import stat
+import struct
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_world import (
+    LOCAL,
+    NODE,
+    AgentWorld,
+    MemoryGateway,
+    RawAgent,
+    agent_world,
+    sandbox_record,
+)
+from dsec_common.errors import DsecError
+from dsec_sandboxd.agent_limits import AgentLimits
+from dsec_sandboxd.agent_protocol import FRAME_MAX_BYTES, PAYLOAD_MAX_BYTES
+from dsec_sandboxd.agent_socket import SOCKET_NAME, AgentSocketServer
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[AgentWorld]:
+    async with agent_world(tmp_path) as running:
+        yield running
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def answers_others(world: AgentWorld) -> None:
+    """Check that a polite agent is served at once."""
+    polite = await world.agent()
+    async with asyncio.timeout(5):
+        assert (await polite.ask("hello"))["result"]["sandbox_id"] == f"{NODE}.{LOCAL}"
+    await polite.close()
+
+
+# --- What it is for -------------------------------------------------------------------------------
+
+
+async def test_anyone_in_the_sandbox_may_connect(world: AgentWorld) -> None:
+    assert stat.S_IMODE(world.path.stat().st_mode) == 0o666
+
+
+async def test_hello_says_who_the_socket_says_one_is(world: AgentWorld) -> None:
+    agent = await world.agent()
+    assert await agent.ask("hello", sandbox_id="n.other") == {
+        "id": 1,
+        "result": {
+            "protocol": 1,
+            "sandbox_id": f"{NODE}.{LOCAL}",
+            "rollout_id": "s0.01rollout",
+            "last_seq": 0,
+            "payload_max_bytes": PAYLOAD_MAX_BYTES,
+            "frame_max_bytes": FRAME_MAX_BYTES,
+        },
+    }
+
+
+async def test_a_step_is_a_report_and_its_feedback(world: AgentWorld) -> None:
+    agent = await world.agent()
+    await agent.send({"id": "a", "op": "step", "seq": 1, "stage": "tested", "payload": {"n": [1]}})
+    await world.gateway.reported(1)
+    assert world.gateway.reports == [("tested", {"n": [1]})]
+    await world.gateway.give(1, {"do": "x"}, reward=0.5, done=True)
+    assert await agent.receive() == {
+        "id": "a",
+        "result": {
+            "ready": True,
+            "seq": 1,
+            "payload": {"do": "x"},
+            "reward": 0.5,
+            "done": True,
+        },
+    }
+    assert world.gateway.actions() == ["tested", "feedback"]
+
+
+async def test_a_wait_that_ends_without_feedback_says_so(world: AgentWorld) -> None:
+    agent = await world.agent()
+    await agent.ask("report", stage="a")
+    answer = await agent.ask("await", seq=1, wait_s=0.01)
+    assert answer["result"] == {"ready": False, "seq": 1}
+
+
+async def test_reports_without_a_number_take_the_next_one(world: AgentWorld) -> None:
+    agent = await world.agent()
+    for number in range(8):
+        await agent.send({"id": number, "op": "report", "stage": f"s{number}"})
+    answers = [await agent.receive() for _ in range(8)]
+    assert sorted(answer["result"]["seq"] for answer in answers) == list(range(1, 9))
+    assert len(world.gateway.reports) == 8
+
+
+async def test_the_same_report_twice_is_one_and_is_logged_once(world: AgentWorld) -> None:
+    agent = await world.agent()
+    first = await agent.ask("report", seq=1, stage="a", payload=1)
+    second = await agent.ask("report", seq=1, stage="a", payload=1)
+    other = await agent.ask("report", seq=1, stage="a", payload=2)
+    assert first["result"] == {"seq": 1, "duplicate": False}
+    assert second["result"] == {"seq": 1, "duplicate": True}
+    assert other["error"]["code"] == "conflict"
+    assert world.gateway.actions() == ["a"]
+
+
+async def test_answers_come_as_they_are_ready_not_as_they_were_asked(world: AgentWorld) -> None:
+    agent = await world.agent()
+    await agent.send({"id": 1, "op": "step", "seq": 1, "stage": "slow", "wait_s": 60})
+    await world.gateway.reported(1)
+    await agent.send({"id": 2, "op": "log", "action": "meanwhile"})
+    assert (await agent.receive())["id"] == 2
+    await world.gateway.give(1)
+    assert (await agent.receive())["id"] == 1
+
+
+async def test_a_log_says_what_was_done_and_who_is_known_from_the_socket(
+    world: AgentWorld,
+) -> None:
+    agent = await world.agent()
+    answer = await agent.ask(
+        "log",
+        action="fetch_url",
+        status="200",
+        latency_ms=142.5,
+        tokens_in=512,
+        tokens_out=89,
+        attributes={"url": "http://example.org"},
+        sandbox_id="n.other",
+    )
+    assert answer == {"id": 1, "result": {}}
+    assert world.gateway.steps == [
+        {
+            "local": LOCAL,
+            "action": "fetch_url",
+            "status": "200",
+            "latency_ms": 142.5,
+            "attributes": {"url": "http://example.org"},
+            "tokens_in": 512,
+            "tokens_out": 89,
+        }
+    ]
+
+
+async def test_without_a_rollout_only_the_log_is_there(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, rollout_id="") as world:
+        agent = await world.agent()
+        assert (await agent.ask("hello"))["result"]["rollout_id"] == ""
+        assert (await agent.ask("log", action="a"))["result"] == {}
+        for answer in (await agent.ask("report", stage="a"), await agent.ask("await", seq=1)):
+            assert answer["error"]["code"] == "not_found"
+            assert "serves no rollout" in answer["error"]["message"]
+
+
+async def test_each_sandbox_has_its_own_socket(tmp_path: Path) -> None:
+    gateway = MemoryGateway()
+    server = AgentSocketServer(gateway, NODE)
+    agents = []
+    for local in ("a", "b"):
+        (tmp_path / local).mkdir()
+        await server.open(sandbox_record(local), tmp_path / local)
+        path = str(tmp_path / local / SOCKET_NAME)
+        agents.append(RawAgent(*await asyncio.open_unix_connection(path)))
+    for agent in agents:
+        await agent.ask("log", action="x")
+    assert [step["local"] for step in gateway.steps] == ["a", "b"]
+    await server.close("a")
+    assert await agents[0].is_closed()
+    assert (await agents[1].ask("log", action="x"))["result"] == {}
+    for agent in agents:
+        await agent.close()
+    await server.aclose()
+
+
+async def test_a_path_longer_than_a_socket_address_works(tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 120)
+    directory.mkdir()
+    server = AgentSocketServer(MemoryGateway(), NODE)
+    await server.open(sandbox_record(), directory)
+    descriptor = os.open(directory, os.O_PATH)
+    try:
+        path = f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
+        agent = RawAgent(*await asyncio.open_unix_connection(path))
+        assert "result" in await agent.ask("hello")
+        await agent.close()
+    finally:
+        os.close(descriptor)
+        await server.aclose()
+
+
+async def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    server = AgentSocketServer(MemoryGateway(), NODE)
+    with pytest.raises(DsecError, match="nowhere"):
+        await server.open(sandbox_record(), tmp_path / "nowhere")
+
+
+async def test_a_listening_socket_is_made_in_a_fraction_of_a_millisecond() -> None:
+    server = AgentSocketServer(MemoryGateway(), NODE)
+    took_s = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as tmpfs:  # as run directories are
+        for number in range(200):
+            directory = Path(tmpfs) / str(number)
+            directory.mkdir()
+            began = time.perf_counter()
+            await server.open(sandbox_record(str(number)), directory)
+            took_s.append(time.perf_counter() - began)
+        await server.aclose()
+    # The best tenth: the machine may be busy with other things.
+    assert sorted(took_s)[20] < 0.000_15
+
+
+# --- What it withstands ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"{}", b"null", b"\xff\xfe", b"GET / HTTP/1.1", b'{"id":1}', b"[" * 9000],
+    ids=["empty", "object", "null", "no text", "http", "no op", "deep"],
+)
+async def test_a_frame_of_garbage_is_refused_and_the_next_one_served(
+    world: AgentWorld, garbage: bytes
+) -> None:
+    agent = await world.agent()
+    await agent.send(garbage)
+    assert (await agent.receive())["error"]["code"] == "invalid"
+    assert "result" in await agent.ask("hello")
+
+
+@pytest.mark.parametrize("length", [FRAME_MAX_BYTES + 1, 2**31, 2**32 - 1])
+async def test_an_oversize_frame_is_refused_by_its_header_and_the_connection_closed(
+    world: AgentWorld, length: int
+) -> None:
+    agent = await world.agent()
+    agent.writer.write(struct.pack(">I", length) + b"x" * 1000)
+    answer = await agent.receive()
+    assert answer["id"] is None
+    assert answer["error"]["details"]["limit"] == FRAME_MAX_BYTES
+    assert await agent.is_closed()
+    await answers_others(world)
+
+
+async def test_a_payload_of_exactly_the_limit_is_taken_and_one_byte_more_is_not(
+    world: AgentWorld,
+) -> None:
+    agent = await world.agent()
+    most = "x" * (PAYLOAD_MAX_BYTES - 2)
+    assert "result" in await agent.ask("report", seq=1, stage="a", payload=most)
+    answer = await agent.ask("report", seq=2, stage="a", payload=most + "x")
+    assert answer["error"]["details"]["limit"] == PAYLOAD_MAX_BYTES
+
+
+async def test_bytes_may_come_one_by_one(world: AgentWorld) -> None:
+    agent = await world.agent()
+    body = json.dumps({"id": 1, "op": "hello"}).encode()
+    for byte in struct.pack(">I", len(body)) + body:
+        agent.writer.write(bytes([byte]))
+        await agent.writer.drain()
+        await asyncio.sleep(0)
+    assert "result" in await agent.receive()
+
+
+async def test_a_frame_that_is_never_finished_is_given_up(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, AgentLimits(frame_timeout_s=0.1)) as world:
+        agent = await world.agent()
+        agent.writer.write(struct.pack(">I", 200_000) + b"x")
+        assert await agent.is_closed()
+        await answers_others(world)
+
+
+async def test_an_agent_that_floods_is_slowed_not_refused(tmp_path: Path) -> None:
+    limits = AgentLimits(requests_per_s=1000, burst=10)
+    async with agent_world(tmp_path, limits) as world:
+        agent = await world.agent()
+        began = time.monotonic()
+        for number in range(200):
+            await agent.send({"id": number, "op": "log", "action": "flood"})
+        answers = [await agent.receive() for _ in range(200)]
+        assert [answer["id"] for answer in answers] == list(range(200))
+        assert all("result" in answer for answer in answers)
+        assert time.monotonic() - began > 0.15
+
+
+async def test_a_flood_of_waits_stays_in_the_agents_own_socket(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, AgentLimits(in_flight=4)) as world:
+        agent = await world.agent()
+        for number in range(50):
+            await agent.send({"id": number, "op": "await", "seq": 1, "wait_s": 100})
+        await until(lambda: world.gateway.waiting == 4)
+        await answers_others(world)
+        assert world.gateway.waiting == 4
+        await world.gateway.give(1, "go")
+        answers = [await agent.receive() for _ in range(50)]
+        assert {answer["id"] for answer in answers} == set(range(50))
+
+
+async def test_an_agent_that_reads_no_answers_is_not_read_either_and_then_dropped(
+    tmp_path: Path,
+) -> None:
+    limits = AgentLimits(unsent_bytes=10_000, write_timeout_s=0.3)
+    async with agent_world(tmp_path, limits) as world:
+        await world.gateway.give(1, "x" * 200_000)
+        rude = socket.socket(socket.AF_UNIX)
+        rude.connect(str(world.path))
+        rude.setblocking(False)
+        body = json.dumps({"id": 1, "op": "await", "seq": 1}).encode()
+        frame = struct.pack(">I", len(body)) + body
+        await world.until_connections(1)
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            for _ in range(20_000):
+                rude.send(frame)
+                await asyncio.sleep(0)
+                if not world.server.connections:
+                    break
+        await world.until_connections(0)
+        rude.close()
+        await answers_others(world)
+
+
+async def test_a_connection_beyond_the_limit_waits_until_one_closes(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, AgentLimits(connections=1)) as world:
+        first = await world.agent()
+        await world.until_connections(1)
+        second = await world.agent()
+        await second.send({"id": 1, "op": "hello"})
+        assert (await first.ask("hello"))["id"] == 1
+        assert world.server.connections == 1
+        await first.close()
+        async with asyncio.timeout(5):
+            assert "result" in await second.receive()
+
+
+async def test_over_all_sandboxes_the_longest_idle_connection_makes_room(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, AgentLimits(connections_all=2)) as world:
+        first, second = await world.agent(), await world.agent()
+        await first.ask("hello")
+        await second.ask("hello")
+        await first.ask("hello")
+        third = await world.agent()
+        assert "result" in await third.ask("hello")
+        assert await second.is_closed()
+        assert "result" in await first.ask("hello")
+
+
+async def test_large_requests_under_way_are_bounded_small_ones_pass(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, AgentLimits(large_bytes=300_000)) as world:
+        one = await world.agent()
+        one.writer.write(struct.pack(">I", 200_000) + b" " * 1000)
+        await one.writer.drain()
+        await world.until_connections(1)
+        two = await world.agent()
+        two.writer.write(struct.pack(">I", 200_000) + b" ")
+        answer = await two.receive()
+        assert answer["error"]["code"] == "exhausted"
+        assert answer["error"]["retryable"]
+        await answers_others(world)
+        await one.close()
+        await world.until_connections(0)
+        three = await world.agent()
+        assert "result" in await three.ask("report", stage="a", payload="x" * 200_000)
+
+
+async def test_while_the_platform_is_away_the_agent_is_told_to_ask_again(
+    world: AgentWorld,
+) -> None:
+    agent = await world.agent()
+    world.gateway.away = True
+    answer = await agent.ask("report", seq=1, stage="a")
+    assert answer["error"]["code"] == "unavailable"
+    assert answer["error"]["retryable"]
+    world.gateway.away = False
+    assert "result" in await agent.ask("report", seq=1, stage="a")
+
+
+async def test_a_failure_of_ours_is_internal_and_tells_nothing_of_the_node(
+    world: AgentWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any) -> int:
+        raise RuntimeError("secret of the node")
+
+    monkeypatch.setattr(world.gateway, "last_seq", broken)
+    agent = await world.agent()
+    answer = await agent.ask("hello")
+    assert answer["error"]["code"] == "internal"
+    assert "secret" not in json.dumps(answer)
+
+
+async def test_an_agent_that_hangs_up_leaves_nothing_waiting(world: AgentWorld) -> None:
+    agent = await world.agent()
+    for number in range(3):
+        await agent.send({"id": number, "op": "await", "seq": 1, "wait_s": 100})
+    await until(lambda: world.gateway.waiting == 3)
+    await agent.close()
+    await until(lambda: world.gateway.waiting == 0)
+    await world.until_connections(0)
+
+
+async def test_connecting_and_hanging_up_over_and_over_leaves_nothing(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, AgentLimits(burst=2000)) as world:
+        for number in range(300):
+            agent = await world.agent()
+            agent.writer.write(b"\0\0"[: number % 3])
+            await agent.close()
+        await world.until_connections(0)
+        await answers_others(world)
+
+
+async def test_descriptors_sent_to_the_daemon_do_not_stay_with_it(world: AgentWorld) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  a count
+    rude = socket.socket(socket.AF_UNIX)
+    rude.connect(str(world.path))
+    rights = array.array("i", [0] * 50)
+    body = b'{"id":1,"op":"hello"}'
+    with contextlib.suppress(PermissionError):  # kernels that refuse it outright
+        rude.sendmsg(
+            [struct.pack(">I", len(body)) + body],
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)],
+        )
+    await world.until_connections(1)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # noqa: PTH208  both ends of it
+    rude.close()
+    await world.until_connections(0)
+    await answers_others(world)
+
+
+async def test_closing_a_sandboxs_socket_ends_what_is_under_way(world: AgentWorld) -> None:
+    agent = await world.agent()
+    await agent.send({"id": 1, "op": "await", "seq": 1, "wait_s": 100})
+    await until(lambda: world.gateway.waiting == 1)
+    await world.server.close(LOCAL)
+    assert world.gateway.waiting == 0
+    assert world.server.connections == 0
+    assert await agent.is_closed()
+    await world.server.close(LOCAL)

@@ -124,6 +124,17 @@ def test_after_kill_9_of_the_supervisor_down_finds_and_ends_what_is_left(other: 
     assert other.leftovers() == []
 
 
+def test_after_kill_9_of_supervisor_and_node_down_ends_the_sandboxes_too(other: Stack) -> None:
+    other.start()
+    base = other.import_host_base()
+    other.dsec("sandbox", "create", base)
+    _process(other, f"sandboxd-{other.node_names[0]}").signal(signal.SIGKILL)
+    assert other.stop(signal.SIGKILL) == -signal.SIGKILL
+    cleaned = other.dsec_json("down")["cleaned"]
+    assert f"sandboxes of {other.node_names[0]}" in cleaned
+    assert other.leftovers() == []
+
+
 def test_after_kill_9_of_the_supervisor_up_starts_afresh(other: Stack) -> None:
     other.start()
     assert other.stop(signal.SIGKILL) == -signal.SIGKILL

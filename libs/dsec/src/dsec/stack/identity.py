@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-_KILL_AFTER_S: Final = 10.0
+_KILL_AFTER_S: Final = 30.0
 _START_TIME_FIELD: Final = 19
 """Of ``/proc/<pid>/stat``, counted after the command's closing parenthesis (field 22 in all)."""
 

@@ -8,13 +8,17 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
 from dsec.connection import CONTEXT_FILE
 from dsec.stack.identity import ProcessIdentity
+from dsec.stack.sweep import remove_run_directory, sweep_node
 from dsec_common.errors import DsecError, ErrorCode, invalid
+
+#: A node daemon's part is called this and the node's name.
+NODE_PART_PREFIX: Final = "sandboxd-"
 
 
 class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +94,8 @@ class Layout:
         """Remove what only a running stack has: context, record, runtime files, sockets."""
         for path in (self.directory / CONTEXT_FILE, self.record):
             path.unlink(missing_ok=True)
-        for path in (self.runtime, self.run):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(self.runtime, ignore_errors=True)
+        remove_run_directory(self.run)
 
     def clean_after_crash(self) -> list[str]:
         """End what a killed supervisor left running; return the names of those parts.
@@ -102,6 +106,10 @@ class Layout:
         # Services first: what stores their state goes last.
         parts = reversed(record.parts) if record else ()
         ended = [part.name for part in parts if part.process and part.process.end()]
+        for part in record.parts if record else ():
+            _, is_node, node = part.name.partition(NODE_PART_PREFIX)
+            if is_node and sweep_node(node):
+                ended.append(f"sandboxes of {node}")
         self.remove_traces()
         return ended
 

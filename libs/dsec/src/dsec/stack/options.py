@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from dsec.stack.child import ServiceSpec
-from dsec.stack.layout import Layout
+from dsec.stack.layout import NODE_PART_PREFIX, Layout
 from dsec_common.accounts import AuthDirectory
 from dsec_common.errors import DsecError, ErrorCode, invalid
 from dsec_common.subjects import validate_node
@@ -98,7 +98,7 @@ def service_specs(
 
     nodes = [
         spec(
-            f"{SANDBOXD}-{node}",
+            f"{NODE_PART_PREFIX}{node}",
             SANDBOXD,
             auth.service_credentials(SANDBOXD, node),
             f"--node={node}",

@@ -12,8 +12,9 @@ from typing import Final
 from dsec.connection import Context, write_context
 from dsec.stack.child import Child, Report
 from dsec.stack.identity import ProcessIdentity
-from dsec.stack.layout import Layout, PartRecord, StackLock, StackRecord
-from dsec.stack.options import NATS_PORT, SANDBOXD, StackOptions, service_specs
+from dsec.stack.layout import NODE_PART_PREFIX, Layout, PartRecord, StackLock, StackRecord
+from dsec.stack.options import NATS_PORT, StackOptions, service_specs
+from dsec.stack.sweep import sweep_node
 from dsec_common import subjects
 from dsec_common.accounts import AuthDirectory
 from dsec_common.bus import Bus, BusConfig
@@ -23,7 +24,8 @@ from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.subjects import DEFAULT_PROJECT
 from dsec_common.wire.node import ListNodes, NodeList
 
-_STOP_TIMEOUT_S: Final = 20.0
+#: Above what a service takes at most to drain and close.
+_STOP_TIMEOUT_S: Final = 45.0
 _WATCH_S: Final = 0.5
 _NODES_POLL_S: Final = 0.05
 
@@ -264,7 +266,7 @@ class Supervisor:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        nodes = [child for child in self._children if child.spec.name.startswith(SANDBOXD)]
+        nodes = [child for child in self._children if child.spec.name.startswith(NODE_PART_PREFIX)]
         await asyncio.gather(*(self._stop_child(child) for child in nodes))
         for child in self._children:
             if child not in nodes:
@@ -281,6 +283,9 @@ class Supervisor:
 
     async def _stop_child(self, child: Child) -> None:
         in_order = await child.stop(_STOP_TIMEOUT_S)
+        _, is_node, node = child.spec.name.partition(NODE_PART_PREFIX)
+        if is_node and not in_order:
+            await asyncio.to_thread(sweep_node, node)
         # One that was still starting has not learnt yet how to go in order.
         if child.was_running:
             await self._report(

@@ -101,7 +101,8 @@ class Connection:
     async def close(self) -> None:
         """Close at once; nothing is sent any more."""
         self._closing = True
-        with contextlib.suppress(nats.errors.Error, OSError):
+        # RuntimeError is uvloop's: the server's end went while the last bytes were being written.
+        with contextlib.suppress(nats.errors.Error, OSError, RuntimeError):
             await self.client.close()
         # The client cancels its tasks without awaiting them; let them end before the loop may.
         await asyncio.sleep(0)

@@ -284,6 +284,31 @@ async def test_a_frame_that_is_never_finished_is_given_up(tmp_path: Path) -> Non
         await answers_others(world)
 
 
+async def test_frames_that_come_one_into_another_for_long_are_no_unfinished_frame(
+    tmp_path: Path,
+) -> None:
+    async with agent_world(tmp_path, AgentLimits(frame_timeout_s=0.2)) as world:
+        agent = await world.agent()
+        body = b'{"id":1,"op":"log","action":"a"}'
+        frame = struct.pack(">I", len(body)) + body
+        agent.writer.write(frame[:9])
+        for _ in range(40):  # each write ends in the middle of the next frame
+            await asyncio.sleep(0.01)
+            agent.writer.write(frame[9:] + frame[:9])
+            assert "result" in await agent.receive()
+
+
+async def test_an_agent_that_fills_the_log_is_slowed_by_its_bytes(tmp_path: Path) -> None:
+    limits = AgentLimits(requests_per_s=1000, burst=100, log_bytes_per_request=100)
+    async with agent_world(tmp_path, limits) as world:
+        agent = await world.agent()
+        began = time.monotonic()
+        for _ in range(20):
+            await agent.ask("log", action="yes", attributes={"y": "y" * 2000})
+        assert time.monotonic() - began > 0.2
+        await answers_others(world)
+
+
 async def test_an_agent_that_floods_is_slowed_not_refused(tmp_path: Path) -> None:
     limits = AgentLimits(requests_per_s=1000, burst=10)
     async with agent_world(tmp_path, limits) as world:

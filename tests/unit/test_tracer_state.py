@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_world import LOCAL, NODE, sandbox_record
 from dsec_common.behavior import BehaviorLog
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.trace import Trace
+from dsec_sandboxd.step_log import StepLog
 from dsec_tracer.config import TracerConfig
 from dsec_tracer.effects import Answer, ForgetSandbox, ReadSteps, Refuse, WriteSandbox, WriteStep
 from dsec_tracer.events import (
@@ -165,6 +167,22 @@ def test_a_daemon_that_counts_anew_adds_a_block_after_the_first() -> None:
     trace = world.ask()
     assert [step.seq for step in trace.steps] == [1, 2, BLOCK + 1, BLOCK + 3]
     assert trace.gaps == (BLOCK + 2,)
+
+
+def test_the_end_of_a_sandbox_told_by_a_restarted_daemon_is_a_step_of_its_own() -> None:
+    world = World()
+    record = sandbox_record()
+
+    class Reader:
+        def append(self, record: BehaviorLog) -> None:
+            world.handle(RecordRead(record=record, now=1.0))
+
+    first = StepLog(NODE, Reader(), "sandboxd-1")
+    first.step(record, "create")
+    first.step(record, "exec")
+    StepLog(NODE, Reader(), "sandboxd-2").step(record, "end", status="lost")
+    steps = world.ask(sandbox_id=f"{NODE}.{LOCAL}").steps
+    assert [step.action for step in steps] == ["create", "exec", "end"]
 
 
 def test_records_that_are_no_step_of_a_trace_are_counted_and_change_nothing() -> None:

@@ -186,6 +186,9 @@ class AgentConnection:
             return None
         body = bytes(received[HEADER_BYTES : HEADER_BYTES + length])
         del received[: HEADER_BYTES + length]
+        if self._frame_timer is not None:  # it was this frame's
+            self._frame_timer.cancel()
+            self._frame_timer = None
         return body
 
     def _begin(self, body: bytes) -> None:
@@ -199,8 +202,10 @@ class AgentConnection:
             return
         if isinstance(request, Log):
             release()
+            self._rate.charge(len(body) // self._limits.log_bytes_per_request)
             self._send(encode_result(request.id, self._session.log(request)))
             return
+        self._rate.charge(len(body) // self._limits.bytes_per_request)
         task = self._loop.create_task(self._answer(request, release))
         self._tasks.add(task)
         task.add_done_callback(self._answered)

@@ -14,6 +14,8 @@ class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
         in_flight: unanswered requests of one connection; then it is not read.
         requests_per_s: of one sandbox; then none of its connections is read for a moment.
         burst: requests that may come at once after a quiet second.
+        log_bytes_per_request: so many bytes to the behaviour log count as one request more.
+        bytes_per_request: the same for everything else.
         large_frame_bytes: longer frames are charged to the two budgets below.
         large_bytes: of one sandbox's large frames, while they arrive and wait to be carried on.
         large_bytes_all: the same for all sandboxes.
@@ -27,6 +29,8 @@ class AgentLimits(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int = 8
     requests_per_s: float = 2000.0
     burst: int = 1000
+    log_bytes_per_request: int = 256
+    bytes_per_request: int = 2048
     large_frame_bytes: int = 16 * 1024
     large_bytes: int = 2 * 1024 * 1024
     large_bytes_all: int = 128 * 1024 * 1024
@@ -58,7 +62,7 @@ class ByteBudget:
 
 
 class RequestRate:
-    """A token bucket. Time is given to it, monotonic and in seconds."""
+    """A token bucket that may be in debt. Time is given to it, monotonic and in seconds."""
 
     def __init__(self, per_s: float, burst: int, now: float) -> None:
         """Start full."""
@@ -75,3 +79,7 @@ class RequestRate:
             self._tokens -= 1
             return 0.0
         return (1 - self._tokens) / self._per_s
+
+    def charge(self, count: int) -> None:
+        """Take ``count`` more tokens for the request that just passed; later ones wait for them."""
+        self._tokens -= count

@@ -121,7 +121,7 @@ class SandboxdService(Service[SandboxdConfig]):
         self._layers = layers
         self._gpus, self._no_gpus = find_gpus()
         self._state = NodeState(self._rules())
-        self._steps = StepLog(self.node, await self._open_log())
+        self._steps = StepLog(self.node, await self._open_log(), f"sandboxd-{self._epoch}")
         self._events = EventPublisher(self.bus)
         agent_sockets = self._given_agent_sockets or self._agent_socket_server()
         directories = RunDirectory(config.run_path)

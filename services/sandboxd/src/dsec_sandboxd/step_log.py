@@ -36,10 +36,18 @@ class StepLog:
     here fails a request: a step that cannot be written is counted and logged.
     """
 
-    def __init__(self, node: str, writer: StepWriter | None) -> None:
-        """Take where to write; without a writer steps are only numbered."""
+    def __init__(self, node: str, writer: StepWriter | None, source: str = "sandboxd") -> None:
+        """Take where to write; without a writer steps are only numbered.
+
+        Args:
+            node: this node's name.
+            writer: takes the records.
+            source: who counts. A daemon that was started again counts anew, so it needs another
+                one, or readers take its steps for repetitions of earlier ones.
+        """
         self._node = node
         self._writer = writer
+        self._source = source
         self._last: dict[str, int] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()
         self.lost = 0
@@ -67,7 +75,7 @@ class StepLog:
             sandbox_id=sandbox_id,
             project=record.project,
             seq=seq,
-            source="sandboxd",
+            source=self._source,
             agent=record.agent or "sandbox",
             agent_id=sandbox_id,
             action=action,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dsec import sync
 from dsec.stack.identity import ProcessIdentity
 from stack import Stack
 
@@ -104,9 +105,12 @@ def test_a_part_that_crashes_is_said_and_started_again(other: Stack) -> None:
     ended = other.next_event("service_ended")
     assert (ended["name"], ended["how"]) == ("scheduler", "signal 9")
     assert other.next_event("service_restarted")["name"] == "scheduler"
-    _process(other, "nats").signal(signal.SIGKILL)
-    assert other.next_event("service_ended")["name"] == "nats"
-    assert other.next_event("service_restarted")["name"] == "nats"
+    with sync.DSecClient(other.context.nats_servers, other.context.credentials) as client:
+        _process(other, "nats").signal(signal.SIGKILL)
+        assert other.next_event("service_ended")["name"] == "nats"
+        assert other.next_event("service_restarted")["name"] == "nats"
+        # The same client goes on: it reconnects and asks again.
+        assert client.nodes().nodes == ()
     _process(other, "kafka").signal(signal.SIGKILL)
     assert other.next_event("service_ended")["name"] == "kafka"
     assert other.next_event("service_restarted")["name"] == "kafka"

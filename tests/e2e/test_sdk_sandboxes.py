@@ -13,6 +13,7 @@ from dsec import CommandFailed, DsecError, ErrorCode, sync
 from dsec_common import subjects
 from dsec_common.wire.base import CONTENT_TYPE_HEADER, JSON
 from dsec_common.wire.sandbox import EndCause, FileKind, SandboxState
+from layer_builders import docker_save_bytes, file_member, tar_bytes, write_oci_layout
 from stack import Stack
 
 MIB = 1024 * 1024
@@ -245,6 +246,26 @@ async def test_layers_are_imported_found_and_removed(
         with pytest.raises(DsecError, match="tool") as caught:
             await client.layers.inspect("tool@1")
         assert caught.value.code is ErrorCode.NOT_FOUND
+
+
+async def test_a_container_image_becomes_one_layer(stack: Stack, base: str, tmp_path: Path) -> None:
+    lower = tar_bytes([file_member("opt/kept", b"kept"), file_member("opt/gone", b"gone")])
+    upper = tar_bytes([file_member("opt/.wh.gone", b""), file_member("opt/new", b"new")])
+    write_oci_layout(tmp_path / "layout", [lower, upper])
+    (tmp_path / "saved.tar").write_bytes(docker_save_bytes([lower, upper]))
+    async with stack.client() as client:
+        first = await client.layers.import_oci(
+            tmp_path / "layout", kind="workspace", name="image", version="1"
+        )
+        second = await client.layers.import_oci(
+            tmp_path / "saved.tar", kind="workspace", name="image", version="2"
+        )
+        assert first.digest == second.digest
+        async with await client.create_sandbox(base, workspace="image@1") as sandbox:
+            names = [entry.path for entry in await sandbox.list_directory("/opt")]
+            assert [name.rpartition("/")[2] for name in names] == ["kept", "new"]
+        for reference in ("image@1", "image@2"):
+            await client.layers.remove(reference)
 
 
 def test_the_sync_twin_runs_the_same_story(stack: Stack, base: str) -> None:

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from dsec_common.behavior import BehaviorLog
     from dsec_common.log import LogConsumer
 
-#: Without ``--follow`` the reading ends when no record has come for this long.
-_IDLE_S: Final = 1.5
+#: Without ``--follow`` the reading ends when no record has come for this long; the first may take
+#: longer, since Kafka is asked for its topics before.
+_FIRST_IDLE_S: Final = 3.0
+_IDLE_S: Final = 1.0
 
 
 def logs(
@@ -72,16 +74,18 @@ def logs(
 
 
 async def _records(consumer: LogConsumer, *, follow: bool) -> AsyncIterator[BehaviorLog]:
+    idle_s = _FIRST_IDLE_S
     while True:
         coming = asyncio.ensure_future(anext(consumer))
         try:
-            done, _ = await asyncio.wait({coming}, timeout=None if follow else _IDLE_S)
+            done, _ = await asyncio.wait({coming}, timeout=None if follow else idle_s)
         finally:
             if not coming.done():
                 coming.cancel()
                 await asyncio.gather(coming, return_exceptions=True)
         if not done:
             return
+        idle_s = _IDLE_S
         yield coming.result()
 
 

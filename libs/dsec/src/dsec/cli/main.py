@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from dsec import __version__
-from dsec.cli import layer, logs, node, project, sandbox, stack
+from dsec.cli import auth, layer, logs, node, project, sandbox, stack
 from dsec.cli.output import SETTINGS, Json, Output, run
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.add_typer(sandbox.app, name="sandbox")
 app.add_typer(layer.app, name="layer")
 app.add_typer(node.app, name="node")
 app.add_typer(project.app, name="project")
+app.add_typer(auth.app, name="auth")
 app.command()(stack.up)
 app.command()(stack.down)
 app.command()(stack.status)

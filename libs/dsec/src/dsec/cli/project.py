@@ -30,6 +30,9 @@ def _open() -> tuple[AuthDirectory, tuple[str, ...]]:
             f"{layout.directory} holds no operator's keys: start the platform with `dsec up`, or "
             "name its state directory with --state-directory",
         )
+    if SETTINGS.servers:
+        servers = tuple(url.strip() for url in SETTINGS.servers.split(",") if url.strip())
+        return AuthDirectory.create_or_open(layout.auth), servers
     context = read_context(layout.directory)
     return AuthDirectory.create_or_open(layout.auth), context.nats_servers if context else ()
 

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <sys/ioctl.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 
 static int write_file(const char *path, const char *text)
@@ -36,13 +37,19 @@ static int make_mapping(uint32_t base_id)
     int namespace_fd = -1, pidfd = -1;
     struct clone_arguments arguments = {
         .flags = CLONE_NEWUSER | CLONE_PIDFD, .pidfd = (uint64_t)(uintptr_t)&pidfd, .exit_signal = SIGCHLD};
+    pid_t spawner = getpid();
     pid_t pid = (pid_t)sys_clone3(&arguments);
 
     if (pid < 0)
         return -1;
-    if (pid == 0)
+    if (pid == 0) {
+        /* Outliving us, it would keep the daemon's socket open. */
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (getppid() != spawner)
+            _exit(1);
         for (;;)
             pause();
+    }
     /*
      * The second line maps the host's root, who makes the overlay and its work directory: without it the
      * overlay is silently read-only. No id inside a sandbox reaches 65536.

@@ -286,6 +286,10 @@ int main(int argc, char **argv)
         fail(&failure, STEP_NAMESPACE_TREE);
     else
         host_prepare(&host, argv[2], atoi(argv[3]), &failure);
+    /* Children cut off what lies above the program's descriptor: were this socket still open in one of them,
+     * the daemon would not see us die. */
+    if (!failure.error && (socket_fd = make_long_lived(socket_fd)) < 0)
+        return 1;
 
     struct spawner_reply hello = {.error = failure.error, .step = failure.step, .pid = getpid()};
     if (packet_send(socket_fd, &hello, sizeof hello, NULL, 0, 0) < 0 || failure.error)

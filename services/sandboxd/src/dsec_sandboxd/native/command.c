@@ -98,7 +98,12 @@ _Noreturn void command_child(const struct request_view *request, const int strea
     for (int i = 0; i < 3; i++)
         if (dup2(streams[i], i) < 0)
             give_up(outcome, STEP_PIPES, errno);
-    sys_close_range(3, ~0U, CLOSE_RANGE_CLOEXEC);
+    /*
+     * Now, not at the exec: the cgroup's directory is among them, and a working directory that is a link to
+     * /proc/self/fd/N would lead through it out of the sandbox.
+     */
+    if (sys_close_range(3, ~0U, 0) < 0)
+        give_up(outcome, STEP_PIPES, errno);
     error = resolve_user(request->user, &identity);
     if (error)
         give_up(outcome, STEP_COMMAND_USER, error);

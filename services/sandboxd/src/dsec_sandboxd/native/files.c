@@ -137,8 +137,12 @@ _Noreturn void file_child(const struct request_view *request, struct outcome *ou
     struct control_reply reply = {0};
     struct identity identity;
     struct stat status;
-    int fd = -1, error = resolve_user(request->user, &identity);
+    int fd = -1, error;
 
+    /* A path may name a descriptor by /proc/self/fd: there is none but the control socket. */
+    if (sys_close_range(DSEC_CONTROL_FD + 1, ~0U, 0) < 0)
+        refuse(request, STEP_FILE_FORK, errno, outcome);
+    error = resolve_user(request->user, &identity);
     if (!error)
         error = assume_identity(&identity);
     if (error)

@@ -294,20 +294,26 @@ class DSecClient:
             DsecError: ``unavailable`` when a node did not answer, naming it: a listing that leaves
                 sandboxes out must not look whole.
         """
-        reply = await self._connected().ask(
-            subjects.sandbox_list(self.project),
-            ListSandboxes(labels=dict(labels or {}), include_ended=include_ended),
-            SandboxList,
-            timeout_s=_TIMEOUT_S,
-            repeatable=True,
-        )
-        if reply.silent_nodes:
-            raise DsecError(
-                ErrorCode.UNAVAILABLE,
-                f"these nodes did not answer: {', '.join(reply.silent_nodes)}; "
-                "list again, or see `dsec node list`",
+        found: list[SandboxInfo] = []
+        after = ""
+        while True:
+            page = await self._connected().ask(
+                subjects.sandbox_list(self.project),
+                ListSandboxes(labels=dict(labels or {}), include_ended=include_ended, after=after),
+                SandboxList,
+                timeout_s=_TIMEOUT_S,
+                repeatable=True,
             )
-        return sorted(reply.sandboxes, key=lambda sandbox: sandbox.created_at)
+            if page.silent_nodes:
+                raise DsecError(
+                    ErrorCode.UNAVAILABLE,
+                    f"these nodes did not answer: {', '.join(page.silent_nodes)}; "
+                    "list again, or see `dsec node list`",
+                )
+            found += page.sandboxes
+            if not page.more or not page.sandboxes:
+                return sorted(found, key=lambda sandbox: sandbox.created_at)
+            after = page.sandboxes[-1].sandbox_id
 
     async def sandboxes(self, *, labels: Mapping[str, str] | None = None) -> list[Sandbox]:
         """Return handles of the project's living sandboxes; see :meth:`list_sandboxes`."""

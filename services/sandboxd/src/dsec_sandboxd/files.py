@@ -50,6 +50,8 @@ LISTING_MAX: Final = 1000
 UPLOADS_PER_SANDBOX: Final = 8
 UPLOADS_MAX: Final = 512
 _PERMISSION_BITS: Final = 0o777
+#: Beyond it the kernel takes no offset and length.
+_OFFSET_MAX: Final = 2**62
 _LATE_PIECES_S: Final = 10.0
 #: Content going in or out is a step of the sandbox; looking around is not.
 _LOGGED: Final = frozenset({"read_file", "write_file"})
@@ -112,8 +114,8 @@ class Files:
         """
         message = request.message
         record = self._checked(request, message.path)
-        if message.offset < 0:
-            raise invalid_field("offset", f"{message.offset} is negative")
+        if not 0 <= message.offset <= _OFFSET_MAX:
+            raise invalid_field("offset", f"{message.offset} is not a place in a file")
         if not 0 < message.length <= FILE_CHUNK_BYTES:
             raise invalid_field(
                 "length", f"{message.length} is not between 1 and {FILE_CHUNK_BYTES}"

@@ -61,6 +61,7 @@ from dsec_sandboxd.kernel.interface import EndCause as KernelEndCause
 from dsec_sandboxd.kernel.interface import Kernel
 from dsec_sandboxd.layer_cache import LayerCache
 from dsec_sandboxd.layers.records import Layer
+from dsec_sandboxd.listing import page_of
 from dsec_sandboxd.making import Maker
 from dsec_sandboxd.ports import MemoryAvailable, Replier
 from dsec_sandboxd.record_store import RecordStore
@@ -253,17 +254,10 @@ class Sandboxes:
         )
 
     async def list(self, request: Request[ListNodeSandboxes]) -> NodeSandboxes:
-        """Return the sandboxes of one project on this node."""
+        """Return a page of the sandboxes of one project on this node."""
         asked = request.message
-        wanted = asked.labels.items()
-        return NodeSandboxes(
-            cause_id=asked.message_id,
-            sandboxes=tuple(
-                record.info(self.node)
-                for record in self.state.records(asked.project, include_ended=asked.include_ended)
-                if wanted <= record.labels.items()
-            ),
-        )
+        records = self.state.records(asked.project, include_ended=asked.include_ended)
+        return page_of(self.node, records, asked)
 
     # --- Events of the node itself ------------------------------------------------------------
 

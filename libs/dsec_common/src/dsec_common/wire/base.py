@@ -85,6 +85,9 @@ class ErrorReply(Message, frozen=True, kw_only=True):
         )
 
 
+ID_CHARACTERS_MAX: Final = 128
+"""Of ``message_id`` and ``cause_id``: they travel on into replies, events and logs."""
+
 _json_encoder: Final = msgspec.json.Encoder()
 _msgpack_encoder: Final = msgspec.msgpack.Encoder()
 
@@ -107,7 +110,7 @@ def encode(message: Message, content_type: str = MSGPACK) -> bytes:
 
 
 def decode(body: bytes, kind: type[M], content_type: str = MSGPACK) -> M:
-    """Return the message in ``body``.
+    """Return the message in ``body``; it can be encoded again, in either encoding.
 
     Raises:
         DsecError: ``invalid``, naming the field and what was expected, when it does not decode.
@@ -115,11 +118,30 @@ def decode(body: bytes, kind: type[M], content_type: str = MSGPACK) -> M:
     decoder = _json_decoder(kind) if content_type == JSON else _msgpack_decoder(kind)
     try:
         message: M = decoder.decode(body)
+        if content_type == JSON:
+            # JSON's integers know no bound; whoever this message is handed on to reads msgpack.
+            _msgpack_encoder.encode(message)
     except msgspec.DecodeError as error:
-        name = getattr(kind, "__name__", str(kind))
-        raise DsecError(
-            ErrorCode.INVALID,
-            f"the body is not a valid {name} in {content_type}: {error}",
-            details={"expected": name},
-        ) from error
+        raise _undecodable(kind, content_type, str(error)) from error
+    except RecursionError as error:
+        raise _undecodable(kind, content_type, "it is nested too deeply") from error
+    except OverflowError as error:
+        raise _undecodable(kind, content_type, "it holds an integer beyond 64 bits") from error
+    for name in ("message_id", "cause_id"):
+        size = len(getattr(message, name))
+        if size > ID_CHARACTERS_MAX:
+            raise _undecodable(
+                kind,
+                content_type,
+                f"{name} has {size} characters; {ID_CHARACTERS_MAX} are the most",
+            )
     return message
+
+
+def _undecodable(kind: type[Any], content_type: str, why: str) -> DsecError:
+    name = getattr(kind, "__name__", str(kind))
+    return DsecError(
+        ErrorCode.INVALID,
+        f"the body is not a valid {name} in {content_type}: {why}",
+        details={"expected": name},
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dsec_common.wire.base import JSON, Message
-from dsec_common.wire.sandbox import CreateSandbox, SandboxInfo
+from dsec_common.wire.sandbox import LISTING_PAGE_BYTES, CreateSandbox, SandboxInfo
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,14 +107,23 @@ class PlaceSandbox(Message, frozen=True, kw_only=True):
 
 
 class ListNodeSandboxes(Message, frozen=True, kw_only=True):
-    """Scheduler to node: which sandboxes of this project are there."""
+    """Scheduler to node: which sandboxes of this project are there.
+
+    Attributes:
+        after: the sandbox id that the page before ended with; empty for the first page. Pages are
+            in the order of :func:`~dsec_common.wire.sandbox.listing_order`.
+        page_bytes: about how large a page may be; it holds one sandbox at least.
+    """
 
     project: str
     include_ended: bool = False
     labels: dict[str, str] = msgspec.field(default_factory=dict)
+    after: str = ""
+    page_bytes: int = LISTING_PAGE_BYTES
 
 
 class NodeSandboxes(Message, frozen=True, kw_only=True):
-    """A node's answer to :class:`ListNodeSandboxes`."""
+    """A node's answer to :class:`ListNodeSandboxes`; ``more`` says that a further page exists."""
 
     sandboxes: tuple[SandboxInfo, ...] = ()
+    more: bool = False

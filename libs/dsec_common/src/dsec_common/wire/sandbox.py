@@ -17,6 +17,10 @@ MAX_OUTPUT_BYTES: Final = 256 * 1024
 FILE_CHUNK_BYTES: Final = 128 * 1024
 """The most file content that one message carries."""
 
+LISTING_PAGE_BYTES: Final = 128 * 1024
+"""About how much one page of a listing holds: as JSON with every character escaped it still fits
+NATS's 1 MiB."""
+
 
 class SandboxState(StrEnum):
     """Where a sandbox is in its life."""
@@ -187,17 +191,29 @@ class ListSandboxes(Message, frozen=True, kw_only=True):
     Attributes:
         include_ended: also those whose record is kept after their end.
         labels: only sandboxes that carry all of these.
+        after: the id of the last sandbox of the page before; empty for the first page.
     """
 
     include_ended: bool = False
     labels: dict[str, str] = msgspec.field(default_factory=dict)
+    after: str = ""
 
 
 class SandboxList(Message, frozen=True, kw_only=True):
-    """The sandboxes found, and the nodes that did not answer in time."""
+    """One page of the sandboxes found, oldest first, and the nodes that did not answer in time.
+
+    ``more`` says that a further page exists: ask again with ``after`` the last one's id.
+    """
 
     sandboxes: tuple[SandboxInfo, ...] = ()
     silent_nodes: tuple[str, ...] = ()
+    more: bool = False
+
+
+def listing_order(sandbox_id: str) -> tuple[str, str]:
+    """Return the key by which listings are sorted: local ids sort by time, over all nodes."""
+    owner, _, local = sandbox_id.partition(".")
+    return local, owner
 
 
 class ReadFile(Message, frozen=True, kw_only=True):

@@ -80,6 +80,14 @@ def test_every_subject_is_one_of_the_platforms(page: Page) -> None:
         assert any(_matches(tokens, pattern) for pattern in PATTERNS), subject
 
 
+def test_every_subject_is_described() -> None:
+    told = set()
+    for page in pages():
+        for subject in re.findall(r"dsec\.v1\.[\w<>*.-]+", page.text):
+            told.add(tuple(re.sub(r"<\w+>", "*", subject).split(".")))
+    assert [pattern for pattern in PATTERNS if tuple(pattern) not in told] == []
+
+
 def _matches(tokens: list[str], pattern: list[str]) -> bool:
     """Return whether a subject as documents write it fits, or is the beginning of one."""
     return len(tokens) <= len(pattern) and all(

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dsec_sandboxd.kernel.interface import CommandResult, CommandSpec, Stream
 
 _PATH_BYTES_MAX: Final = 4095
+#: A file operation takes well under a millisecond. Whoever waits for one holds up others.
+_FILE_TIMEOUT_S: Final = 10.0
 #: How many empty command cgroups one sandbox keeps for its next commands.
 _IDLE_DIRECTORIES_MAX: Final = 2
 
@@ -232,7 +234,16 @@ class Sandbox:
     ) -> FileAnswer:
         check_path(path)
         paths = [path] if target is None else [path, target]
-        reply, descriptors = await self.init.file(operation, user, paths, permissions)
+        try:
+            async with asyncio.timeout(_FILE_TIMEOUT_S):
+                reply, descriptors = await self.init.file(operation, user, paths, permissions)
+        except TimeoutError as error:
+            raise DsecError(
+                ErrorCode.TIMEOUT,
+                f"{path!r}: the sandbox did not answer within {_FILE_TIMEOUT_S:g} s: look at what "
+                "its processes do, or delete it",
+                details={"operation": operation.name.lower(), "path": path},
+            ) from error
         if reply.error:
             raise file_error(path, user, reply.step, reply.error)
         if operation in _WITH_DESCRIPTOR and not descriptors:
@@ -280,7 +291,10 @@ def file_error(path: str, user: str, step: int, error: int) -> DsecError:
     operation = step_name(step)
     base = creation_error(step, error)
     code = _FILE_CODES.get(error, ErrorCode.INTERNAL)
-    if operation == "file_user":
+    if operation == "file_child_died":
+        code, extra = ErrorCode.UNAVAILABLE, {"what": "path"}
+        said = f"{path!r}: a process in the sandbox ended the operation: try again"
+    elif operation == "file_user":
         said, extra = f"the user {user!r} is not known in the sandbox", {"what": "user"}
     elif code is ErrorCode.INVALID:
         reason = _INVALID_REASONS.get(error, "invalid_path")

@@ -351,12 +351,24 @@ static void tell_exits(void)
     }
 }
 
+/* Nothing but a process of the sandbox stops a file operation, and then somebody outside waits in vain. */
+static void end_stopped(pid_t pid)
+{
+    for (int i = 0; i < FILES_MAX; i++)
+        if (file_operations[i].pid == pid)
+            kill(pid, SIGKILL);
+}
+
 static void reap(void)
 {
     int status;
     pid_t pid;
     bool ended = false;
-    while ((pid = waitpid(-1, &status, WNOHANG)) > 0) {
+    while ((pid = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0) {
+        if (WIFSTOPPED(status)) {
+            end_stopped(pid);
+            continue;
+        }
         for (int i = 0; i < DSEC_COMMANDS_MAX; i++) {
             if (commands[i].pid == pid && !commands[i].exited) {
                 commands[i].exited = ended = true;

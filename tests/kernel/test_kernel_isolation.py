@@ -303,3 +303,9 @@ async def test_device_nodes_cannot_be_made_and_renames_still_work(world: World) 
 async def test_sync_reaches_nobody_and_succeeds(world: World) -> None:
     await world.create()
     await world.say("sync")
+
+
+async def test_a_sandbox_goes_before_the_nodes_services_when_memory_runs_out(world: World) -> None:
+    await world.create()
+    assert await world.say("cat /proc/self/oom_score_adj") == "500"
+    assert read(f"/proc/{world.init_pid()}/oom_score_adj").strip() == "500"

@@ -93,3 +93,8 @@ async def test_a_memory_bomb_of_many_processes_leaves_init_alive_or_says_oom(wor
         assert said.code in {ErrorCode.UNAVAILABLE, ErrorCode.NOT_FOUND}
     else:
         assert said == "alive"
+
+
+async def test_the_smallest_sandbox_runs_a_command(world: World) -> None:
+    await world.create(memory_bytes=4 * MIB, disk_bytes=64 * 1024, inodes=1, pids=2)
+    assert (await world.run("true")).exit_code == 0

@@ -98,7 +98,17 @@ def decide(program: bytes, audit: int, number: int, *arguments: int) -> int:
 def test_the_filter_decides_each_number_as_its_table_says(machine: str) -> None:
     program, table = compile_filter(machine), ARCHITECTURES[machine]
     names = {number: name for name, number in table.numbers.items()}
-    checked = {"clone", "socket", "personality", "ioctl", "setrlimit", "prlimit64", "sync"}
+    checked = {
+        "clone",
+        "socket",
+        "setsockopt",
+        "personality",
+        "ioctl",
+        "setrlimit",
+        "prlimit64",
+        "sync",
+        "io_setup",
+    }
     for number in range(-1, 600):
         verdict = decide(program, table.audit, number)
         if names.get(number) in checked:
@@ -126,11 +136,27 @@ def test_the_filter_decides_each_number_as_its_table_says(machine: str) -> None:
         ("socket", (17, 3), REFUSE | errno.EPERM),
         ("socket", (38, 5), REFUSE | errno.EPERM),
         ("socket", (40, 1), REFUSE | errno.EPERM),
+        ("socket", (1, 1, 0), ALLOW),
+        ("socket", (2, 1, 6), ALLOW),
+        ("socket", (2, 1, 262), ALLOW),
+        ("socket", (10, 2, 17), ALLOW),
+        ("socket", (2, 1, 132), REFUSE | errno.EPROTONOSUPPORT),
+        ("socket", (10, 2, 136), REFUSE | errno.EPROTONOSUPPORT),
+        ("setsockopt", (3, 1, 2), ALLOW),
+        ("setsockopt", (3, 6, 26), ALLOW),
+        ("setsockopt", (3, 1, 26), REFUSE | errno.EPERM),
+        ("setsockopt", (3, 1, 50), REFUSE | errno.EPERM),
+        ("setsockopt", (3, 1, 51), REFUSE | errno.EPERM),
+        ("setsockopt", (3, 1, 52), REFUSE | errno.EPERM),
+        ("setsockopt", (3, 1, 53), ALLOW),
         ("personality", (0xFFFF_FFFF,), ALLOW),
         ("personality", (0,), ALLOW),
         ("personality", (0x0040_0000,), REFUSE | errno.EPERM),
         ("ioctl", (0, 0x5401), ALLOW),
         ("ioctl", (0, 0x5412), REFUSE | errno.EPERM),
+        ("ioctl", (0, 0x5423), REFUSE | errno.EPERM),
+        ("ioctl", (0, 0x541C), REFUSE | errno.EPERM),
+        ("ioctl", (0, 0x5413), ALLOW),
         ("ioctl", (0, 0xFFFF_FFFF_0000_5412), REFUSE | errno.EPERM),
         ("prlimit64", (0, 7, 1), ALLOW),
         ("prlimit64", (0, 4, 0), ALLOW),
@@ -139,6 +165,7 @@ def test_the_filter_decides_each_number_as_its_table_says(machine: str) -> None:
         ("setrlimit", (4, 1), REFUSE),
         ("setrlimit", (7, 1), ALLOW),
         ("sync", (), REFUSE),
+        ("io_setup", (1, 0), REFUSE | errno.ENOSYS),
     ],
 )
 def test_calls_with_a_condition_are_decided_by_their_arguments(

@@ -53,7 +53,15 @@ _CLONE_NEW_NAMESPACES: Final = 0x7E02_0000
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _NETLINK_ROUTE: Final = 0
 _RLIMIT_CORE: Final = 4
-_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_IP_PROTOCOLS: Final = (0, 1, 6, 17, 58, 262)  # any, ICMP, TCP, UDP, ICMPv6, multipath TCP
+_SOL_SOCKET: Final = 1
+_SOCKET_FILTERS: Final = (
+    26,
+    50,
+    51,
+    52,
+)  # SO_ATTACH_FILTER, _BPF, _REUSEPORT_CBPF, _REUSEPORT_EBPF
+_TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
 _PERSONALITIES: Final = (0x0, 0x0008, 0x20000, 0x20008, 0xFFFF_FFFF)
 
 
@@ -68,17 +76,42 @@ def _deny_namespaces() -> list[Instruction]:
 
 
 def _allow_families() -> list[Instruction]:
-    """Unix, IP and routing netlink only: no network namespace confines AF_VSOCK or AF_ALG."""
+    """Unix, IP and routing netlink only: no network namespace confines AF_VSOCK or AF_ALG.
+
+    Of IP only the protocols in use: asking for another makes the host's kernel load its module.
+    """
+    last = len(_IP_PROTOCOLS) - 1
+    tests = [(_JUMP_EQUAL, last - index + 1, 0, value) for index, value in enumerate(_IP_PROTOCOLS)]
+    protocols = [_load_argument(2), *tests, _refuse(errno.EPROTONOSUPPORT), _ALLOW]
     return [
         _load_argument(0),
-        (_JUMP_EQUAL, 6, 0, _AF_UNIX),
+        (_JUMP_EQUAL, len(protocols) + 5, 0, _AF_UNIX),
         (_JUMP_EQUAL, 5, 0, _AF_INET),
         (_JUMP_EQUAL, 4, 0, _AF_INET6),
         (_JUMP_EQUAL, 0, 2, _AF_NETLINK),
         _load_argument(2),
-        (_JUMP_EQUAL, 1, 0, _NETLINK_ROUTE),
+        (_JUMP_EQUAL, len(protocols), 0, _NETLINK_ROUTE),
         _refuse(errno.EPERM),
+        *protocols,
+    ]
+
+
+def _deny_socket_filters() -> list[Instruction]:
+    """Programs on sockets take from the node's one budget for compiled filters.
+
+    Used up, no process of the node could install a system call filter any more.
+    """
+    last = len(_SOCKET_FILTERS) - 1
+    tests = [
+        (_JUMP_EQUAL, last - index + 1, 0, value) for index, value in enumerate(_SOCKET_FILTERS)
+    ]
+    return [
+        _load_argument(1),
+        (_JUMP_EQUAL, 0, len(tests) + 1, _SOL_SOCKET),
+        _load_argument(2),
+        *tests,
         _ALLOW,
+        _refuse(errno.EPERM),
     ]
 
 
@@ -90,11 +123,13 @@ def _allow_personalities() -> list[Instruction]:
     return [_load_argument(0), *tests, _refuse(errno.EPERM), _ALLOW]
 
 
-def _deny_terminal_injection() -> list[Instruction]:
+def _deny_terminal_tricks() -> list[Instruction]:
+    """No forged key strokes, and no line discipline: asking for one loads its module."""
     return [
         _load_argument(1),
-        (_JUMP_EQUAL, 1, 0, _TIOCSTI),
-        (_JUMP_EQUAL, 0, 1, _TIOCLINUX),
+        (_JUMP_EQUAL, 2, 0, _TIOCSTI),
+        (_JUMP_EQUAL, 1, 0, _TIOCLINUX),
+        (_JUMP_EQUAL, 0, 1, _TIOCSETD),
         _refuse(errno.EPERM),
         _ALLOW,
     ]
@@ -127,11 +162,14 @@ _CHECKED: Final = {
     "clone": _deny_namespaces(),
     "socket": _allow_families(),
     "personality": _allow_personalities(),
-    "ioctl": _deny_terminal_injection(),
+    "setsockopt": _deny_socket_filters(),
+    "ioctl": _deny_terminal_tricks(),
     "setrlimit": _keep_core_limit(),
     "prlimit64": _keep_core_limit_of_process(),
     # sync() waits for every tenant's dirty data; a sandbox's own layer is in memory.
     "sync": [_PRETEND],
+    # The number of asynchronous contexts is limited for the whole node, not for each user.
+    "io_setup": [_refuse(errno.ENOSYS)],
 }
 
 

@@ -102,20 +102,20 @@ class Spawner:
             os.close(filter_fd)
         spawner = cls(process, ours)
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                reply, _ = await spawner._hello
-        except TimeoutError as error:
-            await spawner.stop()
-            raise unavailable(
-                "the spawner did not start in time: is the host overloaded?"
-            ) from error
-        except DsecError:
+            await spawner._greet()
+        except BaseException:
             await spawner.stop()
             raise
-        if reply.error:
-            await spawner.stop()
-            raise creation_error(reply.step, reply.error)
         return spawner
+
+    async def _greet(self) -> None:
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                reply, _ = await self._hello
+        except TimeoutError as error:
+            raise unavailable("the spawner did not start: is the host overloaded?") from error
+        if reply.error:
+            raise creation_error(reply.step, reply.error)
 
     @property
     def pid(self) -> int:

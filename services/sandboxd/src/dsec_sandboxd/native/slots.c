@@ -3,7 +3,9 @@
 
 #include <net/if.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -28,6 +30,13 @@ int write_id_maps(pid_t pid, const char *map)
         return -1;
     snprintf(path, sizeof path, "/proc/%d/gid_map", pid);
     return write_file(path, map);
+}
+
+int write_oom_score(pid_t pid)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/oom_score_adj", pid);
+    return write_file(path, "500");
 }
 
 /* A user namespace needs a process to be born; ours lives only until the descriptor is open. */
@@ -115,4 +124,30 @@ int slot_warm(struct slot *slot, uint32_t base_id, int own_network_fd, struct fa
         slot->network_fd = fd;
     }
     return 0;
+}
+
+/* Whether the loopback device of this thread's network namespace ever carried a packet. */
+static bool loopback_was_used(void)
+{
+    char text[1024];
+    unsigned long long bytes, packets;
+    int fd = open("/proc/self/net/dev", O_RDONLY | O_CLOEXEC);
+    ssize_t size = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    close_if_open(fd);
+    text[size < 0 ? 0 : size] = 0;
+    const char *loopback = strstr(text, "lo:");
+    return !loopback || sscanf(loopback, "lo: %llu %llu", &bytes, &packets) != 2 || packets > 0;
+}
+
+void slot_renew_network(struct slot *slot, int own_network_fd)
+{
+    if (!slot->network_fd)
+        return;
+    bool used = setns(slot->network_fd, CLONE_NEWNET) < 0 || loopback_was_used();
+    if (setns(own_network_fd, CLONE_NEWNET) < 0)
+        abort(); /* cannot fail for a process that has every capability; going on would be unsafe */
+    if (used) {
+        close(slot->network_fd);
+        slot->network_fd = 0;
+    }
 }

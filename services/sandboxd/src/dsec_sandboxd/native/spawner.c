@@ -143,6 +143,8 @@ static int release_child(const struct spawner_request *request, const int *layer
     snprintf(map, sizeof map, "0 %u 65536\n", slot->base_id);
     if (write_id_maps(pid, map) < 0)
         return fail(failure, STEP_ID_MAP);
+    if (write_oom_score(pid) < 0)
+        return fail(failure, STEP_OOM_SCORE);
     if (mount_root(request, layer_fds, slot->mapping_fd, mounts, failure) < 0)
         return -1;
     int fds[3] = {mounts->overlay_fd, mounts->shared_fd, run_fd};
@@ -211,6 +213,7 @@ static int release(const struct spawner_request *request, struct failure *failur
     if (slot->writable_fd)
         close(slot->writable_fd);
     slot->writable_fd = 0;
+    slot_renew_network(slot, host.own_network_fd);
     return 0;
 }
 

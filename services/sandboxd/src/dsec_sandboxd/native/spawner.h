@@ -44,8 +44,15 @@ struct slot {
 };
 
 int slot_warm(struct slot *slot, uint32_t base_id, int own_network_fd, struct failure *failure);
+/*
+ * After a sandbox: let go of its network namespace if it was used. Closed connections linger in it for a
+ * minute, hold their ports, and its counters tell of them.
+ */
+void slot_renew_network(struct slot *slot, int own_network_fd);
 /* Write a process's two id maps. */
 int write_id_maps(pid_t pid, const char *map);
+/* When the node itself runs out of memory, sandboxes go before its services. */
+int write_oom_score(pid_t pid);
 
 /* Mount an EROFS image detached; returns its descriptor or -1. */
 int mount_layer(int image_fd, struct failure *failure);

@@ -84,6 +84,7 @@ async def test_every_kind_of_refusal_is_typed(world: World) -> None:
         ("/dev/null", "not_a_file"),
         ("/dev/zero", "not_a_file"),
         ("/proc/meminfo", "not_a_file"),
+        ("/proc/self/ns/mnt", "not_a_file"),
     ):
         error = await refusal(world, path)
         assert error.code is ErrorCode.INVALID, path
@@ -94,6 +95,26 @@ async def test_every_kind_of_refusal_is_typed(world: World) -> None:
         ErrorCode.DENIED,
         ErrorCode.INVALID,
     }
+
+
+async def test_a_file_of_the_run_directory_can_be_read(world: World) -> None:
+    run = world.directory / "run"
+    run.mkdir()
+    (run / "note").write_text("from the host")
+    await world.create(run_directory=run)
+    assert await read(world, "/run/dsec/note") == b"from the host"
+    assert (await refusal(world, "/run/dsec/note", OpenMode.WRITE)).code is ErrorCode.DENIED
+
+
+async def test_descriptors_of_the_operation_itself_lead_nowhere(world: World) -> None:
+    await world.create()
+    for number in range(10):
+        with pytest.raises(DsecError):
+            await world.kernel.list_directory("a", f"/proc/self/fd/{number}/..")
+        with pytest.raises(DsecError):
+            await world.run("true", cwd=f"/proc/self/fd/{number}")
+    assert (await refusal(world, "/proc/self/exe")).code is ErrorCode.DENIED
+    assert (await refusal(world, "/proc/self/exe", OpenMode.WRITE)).code is ErrorCode.DENIED
 
 
 async def test_a_link_leads_inside_the_sandbox_only(world: World) -> None:

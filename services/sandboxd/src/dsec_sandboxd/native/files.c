@@ -38,7 +38,22 @@ static void describe(const struct stat *status, struct control_reply *reply)
     reply->modified_ns = status->st_mtim.tv_sec * 1000000000LL + status->st_mtim.tv_nsec;
 }
 
-/* Only a regular file leaves the sandbox, and none of /proc: its files can block or lead elsewhere. */
+/*
+ * The sandbox's own layer, its tmpfs mounts, and the run directory, wherever that lives. Files of /proc look
+ * regular too, but reading them may block, and namespaces of the kernel are among them.
+ */
+static bool is_storage(int fd, const struct stat *status)
+{
+    struct statfs file_system;
+    struct stat run;
+    if (fstatfs(fd, &file_system) < 0)
+        return false;
+    if (file_system.f_type == OVERLAYFS_SUPER_MAGIC || file_system.f_type == TMPFS_MAGIC)
+        return true;
+    return stat("/run/dsec", &run) == 0 && run.st_dev == status->st_dev;
+}
+
+/* Only a regular file leaves the sandbox. */
 static int open_regular(const struct request_view *request, struct control_reply *reply, struct outcome *outcome)
 {
     static const int flags_of[] = {[FILE_OPEN_READ] = O_RDONLY,
@@ -46,17 +61,16 @@ static int open_regular(const struct request_view *request, struct control_reply
                                    [FILE_OPEN_APPEND] = O_WRONLY | O_CREAT | O_APPEND,
                                    [FILE_OPEN_CREATE] = O_WRONLY | O_CREAT | O_EXCL};
     struct stat status;
-    struct statfs file_system;
     int flags = flags_of[request->header->operation] | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
     int fd = open(request->path, flags, request->header->mode & 07777);
 
     if (fd < 0)
         refuse(request, STEP_FILE_OPEN, errno, outcome);
-    if (fstat(fd, &status) < 0 || fstatfs(fd, &file_system) < 0)
+    if (fstat(fd, &status) < 0)
         refuse(request, STEP_FILE_OPEN, errno, outcome);
     if (S_ISDIR(status.st_mode))
         refuse(request, STEP_FILE_KIND, EISDIR, outcome);
-    if (!S_ISREG(status.st_mode) || file_system.f_type == PROC_SUPER_MAGIC)
+    if (!S_ISREG(status.st_mode) || !is_storage(fd, &status))
         refuse(request, STEP_FILE_KIND, EINVAL, outcome);
     describe(&status, reply);
     return fd;

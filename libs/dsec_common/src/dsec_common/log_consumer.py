@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
-_POLL_S: Final = 0.5
+_POLL_MS: Final = 3
+_IDLE_STEP_S: Final = 0.01
+_IDLE_MAX_S: Final = 0.1
 _PING_EVERY_S: Final = 2.0
 _COMMIT_TIMEOUT_S: Final = 3.0
 _BATCH_RECORDS: Final = 500
@@ -101,6 +103,7 @@ class LogConsumer:
         self._uncommitted: dict[Any, int] = {}
         self._committed_at = 0.0
         self._heard_at = 0.0
+        self._idle_s = 0.0
         self._closed = False
 
     @property
@@ -201,7 +204,7 @@ class LogConsumer:
         consumer = self._consumer
         loop = asyncio.get_running_loop()
         try:
-            found = await consumer.getmany(timeout_ms=int(_POLL_S * 1000))
+            found = await self._poll(consumer)
             if found:
                 self._heard_at = loop.time()
                 self.connected = True
@@ -218,6 +221,23 @@ class LogConsumer:
             self._buffer.extend(messages)
         if self._uncommitted and loop.time() - self._committed_at > self._commit_interval_s:
             await self._commit(consumer)
+
+    async def _poll(self, consumer: Any) -> dict[Any, list[Any]]:
+        """Return what has come, or nothing after a pause.
+
+        A broker may answer a fetch at once though it has nothing (the embedded one does), and the
+        client would ask again without end: so an idle reader stops asking between two polls. What
+        comes meanwhile waits with Kafka, or in the answer to a fetch that is under way.
+        """
+        consumer.resume(*consumer.assignment())
+        found: dict[Any, list[Any]] = await consumer.getmany(timeout_ms=_POLL_MS)
+        if found:
+            self._idle_s = 0.0
+            return found
+        self._idle_s = min(self._idle_s + _IDLE_STEP_S, _IDLE_MAX_S)
+        consumer.pause(*consumer.assignment())
+        await asyncio.sleep(self._idle_s)
+        return found
 
     async def _ping(self, consumer: Any) -> None:
         """Ask an idle Kafka for its topics; one that came back without ours gets them again."""

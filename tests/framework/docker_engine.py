@@ -23,6 +23,7 @@ from docker_base import BaseImage
 _START_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
+_PREFIX: Final = "dsec-docker-"
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 
@@ -54,7 +55,7 @@ class DockerEngine:
         self.cache = Path(cache).expanduser() / "dsec" / "docker-tests"
         self.data = self.cache / "data"
         # A socket's path is at most 107 characters long.
-        self.run_directory = Path(tempfile.mkdtemp(prefix="dsec-docker-"))
+        self.run_directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self.cgroup = self.run_directory.name
         self._lock: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,6 +82,8 @@ class DockerEngine:
         self.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = (self.cache / "lock").open("ab")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        for left in _cgroups(f"{_PREFIX}*"):
+            left.rmdir()
         configuration = self.run_directory / "daemon.json"
         configuration.write_text("{}")
         command = [
@@ -100,7 +103,13 @@ class DockerEngine:
         ]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+                # Should we be killed, the lock is held until the daemon has ended, too.
+                pass_fds=(self._lock.fileno(),),
             )
         deadline = time.monotonic() + _START_TIMEOUT_S
         while self._run("version", check=False).returncode != 0:
@@ -142,9 +151,7 @@ class DockerEngine:
 
     def cgroups(self) -> list[Path]:
         """Return the engine's own cgroups, deepest first."""
-        roots = [_CGROUP_ROOT, *(path for path in _CGROUP_ROOT.iterdir() if path.is_dir())]
-        tops = [root / self.cgroup for root in roots if (root / self.cgroup).is_dir()]
-        return [path for top in tops for path in [*sorted(_directories(top), reverse=True), top]]
+        return _cgroups(self.cgroup)
 
     # --- Use ----------------------------------------------------------------------------------
 
@@ -230,6 +237,13 @@ class DockerEngine:
             capture_output=True,
             env=self._environment,
         )
+
+
+def _cgroups(pattern: str) -> list[Path]:
+    """Return these cgroups of all hierarchies and those below them, deepest first."""
+    roots = [_CGROUP_ROOT, *(path for path in _CGROUP_ROOT.iterdir() if path.is_dir())]
+    tops = sorted({top for root in roots for top in root.glob(pattern) if top.is_dir()})
+    return [path for top in tops for path in [*sorted(_directories(top), reverse=True), top]]
 
 
 def _directories(top: Path) -> list[Path]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
+from pathlib import Path
 
 import pytest
 
 from attack_world import CALL, AttackWorld
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.interface import CommandSpec
-from kernel_world import MIB, read, wait_until_dead
+from kernel_world import MIB, NODE, read, wait_until_dead
 
 # Raise the limit of descriptors as far as it goes, then take.
 GREED = """
@@ -190,6 +191,16 @@ async def _code_of(operation: Awaitable[object]) -> ErrorCode | None:
     except DsecError as error:
         return error.code
     return None
+
+
+async def test_sandboxes_that_all_fork_leave_numbers_to_the_host(arena: AttackWorld) -> None:
+    most = int(read("/proc/sys/kernel/pid_max"))
+    limits = [
+        path / "pids.max"
+        for path in (arena.cgroup().parent, Path(f"/sys/fs/cgroup/pids/dsec-{NODE}"))
+        if (path / "pids.max").exists()
+    ]
+    assert [int(path.read_text()) for path in limits] == [most * 3 // 4]
 
 
 async def test_stopping_or_killing_all_processes_stops_no_transfer_for_long(

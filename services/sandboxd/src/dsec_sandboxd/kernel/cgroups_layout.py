@@ -146,3 +146,12 @@ def _check_between(name: str, value: float, minimum: float, maximum: float) -> N
         raise invalid(
             f"{name} is {value!r}: a sandbox needs from {minimum} to {maximum}", limit=name
         )
+
+
+def node_pids_max() -> int:
+    """Return how many processes and threads all sandboxes of this node may have together.
+
+    Three quarters of what the host can number: sandboxes that all fork to their limits must leave
+    some to the services beside them.
+    """
+    return int(Path("/proc/sys/kernel/pid_max").read_text()) * 3 // 4

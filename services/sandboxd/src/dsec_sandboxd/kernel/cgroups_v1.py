@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dsec_common.errors import DsecError, from_os_error
-from dsec_sandboxd.kernel.cgroups_layout import CONTROLLERS, CPU_PERIOD_US, check_name
+from dsec_sandboxd.kernel.cgroups_layout import (
+    CONTROLLERS,
+    CPU_PERIOD_US,
+    check_name,
+    node_pids_max,
+)
 from dsec_sandboxd.kernel.cgroups_tree import (
     UnifiedCgroup,
     UnifiedDriver,
@@ -186,6 +191,7 @@ class HybridDriver(UnifiedDriver):
             f"{self._v1_parents['memory']}/memory.kmem.tcp.limit_in_bytes",
             b"%d" % node_socket_memory_bytes(),
         )
+        write_file(f"{self._v1_parents['pids']}/pids.max", b"%d" % node_pids_max())
         self._watch = EventfdOomWatch()
         self._ends_all: dict[str, HybridCgroup] = {}
         self._ran_out: set[str] = set()

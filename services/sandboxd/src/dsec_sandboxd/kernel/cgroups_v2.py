@@ -8,7 +8,12 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from dsec_common.errors import DsecError, ErrorCode, from_os_error
-from dsec_sandboxd.kernel.cgroups_layout import CONTROLLERS, CPU_PERIOD_US, check_name
+from dsec_sandboxd.kernel.cgroups_layout import (
+    CONTROLLERS,
+    CPU_PERIOD_US,
+    check_name,
+    node_pids_max,
+)
 from dsec_sandboxd.kernel.cgroups_tree import (
     UnifiedCgroup,
     UnifiedDriver,
@@ -157,6 +162,7 @@ class V2Driver(UnifiedDriver):
         try:
             _enable_controllers(layout.unified)
             write_file(f"{self.parent}/cgroup.subtree_control", _ENABLE)
+            write_file(f"{self.parent}/pids.max", b"%d" % node_pids_max())
         except DsecError:
             super().close()
             raise

@@ -274,6 +274,16 @@ def test_a_lost_answer_is_asked_for_before_another_node_is() -> None:
     assert {simulation.place().node for _ in range(5)} == {following.node}
 
 
+def test_a_node_that_was_never_reached_is_passed_over_at_once() -> None:
+    simulation = Simulation()
+    simulation.beat("node-1", "node-2")
+    place = simulation.place()
+    nobody = PlaceUnanswered(
+        create_id=place.create_id, error=unavailable("nobody"), at=simulation.at, maybe_made=False
+    )
+    assert only(simulation.handle(nobody), Place).node != place.node
+
+
 def test_a_sandbox_that_is_there_after_all_is_the_answer() -> None:
     simulation = Simulation()
     simulation.beat("node-1")

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from typing import Final
 
 from dsec_common.bus import Bus
 from dsec_common.bus_types import ReplyT
-from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError, ErrorCode
 from dsec_common.wire.base import Message
 
 ATTEMPTS_MAX: Final = 5
 _FIRST_WAIT_S: Final = 0.1
 _WAIT_MAX_S: Final = 2.0
+#: A process that was killed answers nothing. What may be asked twice is asked again after this
+#: long, and another process, or the same one started again, answers.
+ANSWER_PATIENCE_S: Final = 3.0
 #: A refusal with one of these codes says that nothing was done.
 _NOTHING_DONE: Final = frozenset({ErrorCode.EXHAUSTED, ErrorCode.UNAVAILABLE})
-#: The bus sets it on errors that leave open whether the request was carried out.
-MAY_HAVE_HAPPENED: Final = "may_have_happened"
 
 
 def may_ask_again(error: DsecError, *, repeatable: bool) -> bool:
@@ -58,6 +60,7 @@ class Channel:
         timeout_s: float,
         repeatable: bool = False,
         attempts_max: int = ATTEMPTS_MAX,
+        patience_s: float = math.inf,
     ) -> ReplyT:
         """Return the reply to ``message``, asking again where that cannot do a thing twice.
 
@@ -67,7 +70,8 @@ class Channel:
             reply_type: what the reply decodes as.
             timeout_s: for all attempts together.
             repeatable: the request may be carried out twice without harm.
-            attempts_max: how often to ask at most.
+            attempts_max: how many refusals to take at most; silence is none.
+            patience_s: with ``repeatable``, how long to wait for an answer before asking again.
 
         Raises:
             DsecError: the last attempt's error.
@@ -76,9 +80,12 @@ class Channel:
         attempt = 0
         while True:
             left_s = max(deadline - time.monotonic(), 0.001)
+            waits_s = min(left_s, patience_s) if repeatable else left_s
             try:
-                return await self.bus.request(subject, message, reply_type, timeout_s=left_s)
+                return await self.bus.request(subject, message, reply_type, timeout_s=waits_s)
             except DsecError as error:
+                if waits_s < left_s and error.code is ErrorCode.TIMEOUT:
+                    continue
                 attempt += 1
                 wait_s = wait_before(attempt, error)
                 if (

@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from dsec.channel import ATTEMPTS_MAX, Channel
+from dsec.channel import ANSWER_PATIENCE_S, ATTEMPTS_MAX, Channel
 from dsec.connection import Context, resolve_connection
 from dsec.events import EventHub, EventStream
 from dsec.layers import Layers
@@ -205,6 +205,7 @@ class DSecClient:
             timeout_s=timeout_s + _ANSWER_MARGIN_S,
             repeatable=bool(idempotency_key),
             attempts_max=ATTEMPTS_MAX,
+            patience_s=ANSWER_PATIENCE_S,
         )
         return Sandbox(channel, created.sandbox_id, created)
 
@@ -303,6 +304,7 @@ class DSecClient:
                 SandboxList,
                 timeout_s=_TIMEOUT_S,
                 repeatable=True,
+                patience_s=ANSWER_PATIENCE_S,
             )
             if page.silent_nodes:
                 raise DsecError(
@@ -340,6 +342,7 @@ class DSecClient:
             NodeList,
             timeout_s=_TIMEOUT_S,
             repeatable=True,
+            patience_s=ANSWER_PATIENCE_S,
         )
 
     async def node(self, name: str) -> NodeInfo:
@@ -354,6 +357,7 @@ class DSecClient:
             NodeInfo,
             timeout_s=_TIMEOUT_S,
             repeatable=True,
+            patience_s=ANSWER_PATIENCE_S,
         )
 
     async def trace(self, sandbox_id: str) -> Trace:
@@ -372,6 +376,7 @@ class DSecClient:
                 Trace,
                 timeout_s=_TIMEOUT_S,
                 repeatable=True,
+                patience_s=ANSWER_PATIENCE_S,
             )
             steps = (whole.steps if whole else ()) + page.steps
             whole = msgspec.structs.replace(page, steps=steps, more=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from dsec.channel import Channel
+from dsec.channel import ANSWER_PATIENCE_S, Channel
 from dsec.files import Files
 from dsec.results import ExecResult
 from dsec_common import subjects
@@ -203,6 +203,7 @@ class Sandbox:
             SandboxInfo,
             timeout_s=_INSPECT_TIMEOUT_S,
             repeatable=True,
+            patience_s=ANSWER_PATIENCE_S,
         )
 
     async def delete(self) -> EndCause:
@@ -218,6 +219,7 @@ class Sandbox:
                 SandboxDeleted,
                 timeout_s=_DELETE_TIMEOUT_S,
                 repeatable=True,
+                patience_s=ANSWER_PATIENCE_S,
             )
         except DsecError as error:
             if error.code in {ErrorCode.NOT_FOUND, ErrorCode.EXPIRED}:

@@ -32,6 +32,9 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal"
 
 
+MAY_HAVE_HAPPENED: Final = "may_have_happened"
+"""True in the details of an error that leaves open whether the request was carried out."""
+
 #: The ADR-32 service error code (an HTTP-like number) that each error is sent with.
 STATUS_OF: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID: 400,

@@ -8,6 +8,7 @@ from typing import Final, assert_never
 from dsec_common.bus import ReplyAddress
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError
+from dsec_common.subjects import ScopedId
 from dsec_common.wire.sandbox import CreateSandbox
 from dsec_scheduler.effects import Succeed
 from dsec_scheduler.errors import out_of_time
@@ -124,8 +125,12 @@ class Creation:
         self, project: str, request: CreateSandbox, record: RequestRecord, claim: Claim
     ) -> Succeed | None:
         """Return the sandbox that a dead scheduler's node did make, if it runs."""
-        created = await self._placer.running(
-            project, request, record.node, record.local, record.lease_id
+        created = await self._placer.resolve(
+            project,
+            request,
+            ScopedId(record.node, record.local),
+            record.lease_id,
+            valid_until=record.deadline,
         )
         if created is None:
             # Its lease, if any, is left to the node's heartbeats: without them it runs out soon.

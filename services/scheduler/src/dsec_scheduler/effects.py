@@ -33,12 +33,16 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resolve(msgspec.Struct, frozen=True, kw_only=True):
-    """Find out whether the node has the sandbox; ``PlaceResolved`` must follow."""
+    """Find out whether the node has the sandbox; ``PlaceResolved`` must follow.
+
+    After ``valid_until``, Unix time, the node will not make it any more.
+    """
 
     create_id: int
     node: str
     local: str
     lease_id: str
+    valid_until: float
 
 
 class ReleaseLease(msgspec.Struct, frozen=True, kw_only=True):

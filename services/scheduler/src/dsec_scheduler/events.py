@@ -72,11 +72,16 @@ class PlaceRefused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaceUnanswered(msgspec.Struct, frozen=True, kw_only=True):
-    """The node's answer did not arrive: it may have made the sandbox or not."""
+    """The node did not answer.
+
+    ``maybe_made`` says that it may have made the sandbox all the same; otherwise the request never
+    reached it.
+    """
 
     create_id: int
     error: DsecError
     at: Moment
+    maybe_made: bool = True
 
 
 class PlaceResolved(msgspec.Struct, frozen=True, kw_only=True):

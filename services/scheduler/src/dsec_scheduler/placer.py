@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from typing import Final, assert_never
 
 import structlog
@@ -11,7 +12,7 @@ import structlog
 from dsec_common import subjects
 from dsec_common.bus import Bus, ReplyAddress
 from dsec_common.clock import Clock
-from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError, ErrorCode
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import new_id
 from dsec_common.wire.lease import GrantLease, LeaseGranted, LeaseReleased, ReleaseLease
@@ -35,8 +36,11 @@ _log: Final = structlog.get_logger(__name__)
 
 _BROKER_TIMEOUT_S: Final = 2.0
 _RESOLVE_TIMEOUT_S: Final = 1.0
+_RESOLVE_PAUSE_S: Final = 0.1
 #: After these the node may have made the sandbox: its answer may have been lost on the way.
 _UNANSWERED: Final = frozenset({ErrorCode.TIMEOUT, ErrorCode.UNAVAILABLE})
+#: With these the node itself says that it has no such sandbox.
+_NOT_THERE: Final = frozenset({ErrorCode.NOT_FOUND, ErrorCode.EXPIRED})
 
 
 class Placer:
@@ -53,6 +57,8 @@ class Placer:
         # What waits for a node ends early when the node falls silent.
         self._waits: dict[str, set[asyncio.Timeout]] = {}
         self._releases: set[asyncio.Task[None]] = set()
+        # When this process was last known to hear nobody; a start begins with hearing all.
+        self._deaf_at = -math.inf
 
     async def create(
         self,
@@ -114,8 +120,12 @@ class Placer:
                     await self._announce(claim, effect)
                 return await self._place(project, request, caller, effect)
             case fx.Resolve():
-                found = await self.running(
-                    project, request, effect.node, effect.local, effect.lease_id
+                found = await self.resolve(
+                    project,
+                    request,
+                    ScopedId(effect.node, effect.local),
+                    effect.lease_id,
+                    valid_until=effect.valid_until,
                 )
                 return ev.PlaceResolved(create_id=effect.create_id, created=found, at=self._now())
             case fx.ReleaseLease():
@@ -154,7 +164,6 @@ class Placer:
         try:
             created = await self._ask_node(attempt.node, message, left_s, caller)
         except DsecError as error:
-            kind = ev.PlaceUnanswered if error.code in _UNANSWERED else ev.PlaceRefused
             metrics.REFUSALS.labels(str(error.code)).inc()
             _log.info(
                 "a node did not make a sandbox",
@@ -163,7 +172,16 @@ class Placer:
                 project=project,
                 error=str(error),
             )
-            return kind(create_id=create_id, error=error, at=self._now())
+            if error.code not in _UNANSWERED:
+                return ev.PlaceRefused(create_id=create_id, error=error, at=self._now())
+            return ev.PlaceUnanswered(
+                create_id=create_id,
+                error=error,
+                at=self._now(),
+                maybe_made=error.code is ErrorCode.TIMEOUT
+                or bool(error.details.get(MAY_HAVE_HAPPENED, False))
+                or self._is_silent(attempt.node),
+            )
         return ev.PlaceSucceeded(create_id=create_id, created=created, at=self._now())
 
     async def _ask_node(
@@ -189,15 +207,49 @@ class Placer:
         """Stop waiting for nodes whose heartbeats have stopped; to be called now and then."""
         loop = asyncio.get_running_loop()
         for node, waits in self._waits.items():
-            if self._core.is_silent(node, self._now()):
+            if self._is_silent(node):
                 for scope in waits:
                     scope.reschedule(loop.time())
 
-    async def running(
-        self, project: str, request: CreateSandbox, node: str, local: str, lease_id: str
+    def _is_silent(self, node: str) -> bool:
+        """Return whether a node's heartbeats have stopped, and not our hearing them."""
+        now = self._now()
+        if not self._bus.connected:
+            self._deaf_at = now.monotonic_s
+        heard_all_s = now.monotonic_s - self._deaf_at
+        return heard_all_s > self._config.node_timeout_s and self._core.is_silent(node, now)
+
+    async def resolve(
+        self,
+        project: str,
+        request: CreateSandbox,
+        sandbox_id: ScopedId,
+        lease_id: str,
+        *,
+        valid_until: float,
     ) -> SandboxCreated | None:
-        """Return the sandbox if its node has it running; None when not, or when nobody answers."""
-        sandbox_id = ScopedId(node, local)
+        """Return the sandbox that a node may have made, once it runs; None when it does not.
+
+        The node is asked until it knows: a sandbox that is given up while it comes to life is
+        nobody's. It is given up when its node has fallen silent, for its sandboxes end with it, or
+        when its placement has lapsed and the node does not answer all the same.
+        """
+        ends_at = valid_until
+        asked_at = self._clock.now()
+        while True:
+            created, certain = await self._look(project, request, sandbox_id, lease_id)
+            now = self._clock.now()
+            if not self._bus.connected:
+                ends_at += now - asked_at
+            asked_at = now
+            if certain or now > ends_at or self._is_silent(sandbox_id.owner):
+                return created
+            await self._clock.sleep(_RESOLVE_PAUSE_S)
+
+    async def _look(
+        self, project: str, request: CreateSandbox, sandbox_id: ScopedId, lease_id: str
+    ) -> tuple[SandboxCreated | None, bool]:
+        """Return the sandbox if it runs, and whether that is the node's last word."""
         try:
             info = await self._bus.request(
                 subjects.sandbox(project, sandbox_id, "inspect"),
@@ -207,20 +259,21 @@ class Placer:
             )
         except DsecError as error:
             _log.info("a sandbox is not there", sandbox=str(sandbox_id), error=str(error))
-            return None
+            return None, error.code in _NOT_THERE
         if info.state is not SandboxState.RUNNING:
-            return None
-        return SandboxCreated(
+            return None, info.state is not SandboxState.CREATING
+        created = SandboxCreated(
             cause_id=request.message_id,
             # By the node's clock: what it counted before is in its later heartbeats.
             sent_at=info.sent_at,
             sandbox_id=info.sandbox_id,
-            node=node,
+            node=sandbox_id.owner,
             created_at=info.created_at,
             layers=info.layers,
             limits=info.limits,
             lease_id=lease_id,
         )
+        return created, True
 
     # --- The broker ---------------------------------------------------------------------------
 

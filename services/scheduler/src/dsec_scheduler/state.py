@@ -67,6 +67,7 @@ class _Create:
     deadline: float
     node: str = ""
     lease_id: str = ""
+    valid_until: float = 0.0
     attempts: int = 0
     lease_refusals: int = 0
     refused_nodes: set[str] = field(default_factory=set)
@@ -143,6 +144,9 @@ class SchedulerState:
                 )
             case PlaceRefused():
                 effects = self._on_refused(create, event)
+            case PlaceUnanswered(maybe_made=False):
+                create.last_error = event.error
+                effects = self._on_unreached(create, event.at)
             case PlaceUnanswered():
                 create.last_error = event.error
                 effects = [
@@ -151,6 +155,7 @@ class SchedulerState:
                         node=create.node,
                         local=create.asked.local,
                         lease_id=create.lease_id,
+                        valid_until=create.valid_until,
                     )
                 ]
             case PlaceResolved():
@@ -198,13 +203,14 @@ class SchedulerState:
 
     def _place(self, create: _Create, at: Moment) -> list[Effect]:
         create.attempts += 1
+        create.valid_until = at.unix_s + self._attempt_s(create, at)
         return [
             Place(
                 create_id=create.asked.create_id,
                 node=create.node,
                 local=create.asked.local,
                 lease_id=create.lease_id,
-                valid_until=at.unix_s + self._attempt_s(create, at),
+                valid_until=create.valid_until,
             )
         ]
 
@@ -247,6 +253,11 @@ class SchedulerState:
         # names them in a heartbeat they run out soon.
         create.lease_id = ""
         return self._leave_node(create) + self._next(create, event.at)
+
+    def _on_unreached(self, create: _Create, at: Moment) -> list[Effect]:
+        self.views.unreachable(create.node)
+        create.refused_nodes.add(create.node)
+        return self._leave_node(create) + self._next(create, at)
 
     def _settle(self, create: _Create, created: SandboxCreated) -> None:
         view = self.views.get(create.node)

@@ -80,7 +80,7 @@ async def test_an_agent_is_trained_and_each_step_is_in_the_behaviour_log(
                     break
             assert await running == feedback(1, 3)
         assert (await rollout.inspect()).total_reward == 1.5
-    assert [record.action for record in records] == ["tried", "feedback"] * 3
+    assert [record.action for record in records] == ["stage", "feedback"] * 3
     assert [record.seq for record in records] == list(range(1, 7))
     assert {record.sandbox_id for record in records} == {f"{NODE}.{LOCAL}"}
     assert {record.rollout_id for record in records} == {rollout.id}

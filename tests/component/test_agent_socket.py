@@ -31,6 +31,7 @@ from dsec_common.errors import DsecError
 from dsec_sandboxd.agent_limits import AgentLimits
 from dsec_sandboxd.agent_protocol import FRAME_MAX_BYTES, PAYLOAD_MAX_BYTES
 from dsec_sandboxd.agent_socket import SOCKET_NAME, AgentSocketServer
+from dsec_sandboxd.step_log import PLATFORM_ACTIONS
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ async def test_a_step_is_a_report_and_its_feedback(world: AgentWorld) -> None:
             "done": True,
         },
     }
-    assert world.gateway.actions() == ["tested", "feedback"]
+    assert world.gateway.actions() == ["stage", "feedback"]
 
 
 async def test_a_wait_that_ends_without_feedback_says_so(world: AgentWorld) -> None:
@@ -118,7 +119,7 @@ async def test_the_same_report_twice_is_one_and_is_logged_once(world: AgentWorld
     assert first["result"] == {"seq": 1, "duplicate": False}
     assert second["result"] == {"seq": 1, "duplicate": True}
     assert other["error"]["code"] == "conflict"
-    assert world.gateway.actions() == ["a"]
+    assert world.gateway.actions() == ["stage"]
 
 
 async def test_answers_come_as_they_are_ready_not_as_they_were_asked(world: AgentWorld) -> None:
@@ -157,6 +158,17 @@ async def test_a_log_says_what_was_done_and_who_is_known_from_the_socket(
             "tokens_out": 89,
         }
     ]
+
+
+@pytest.mark.parametrize("action", sorted(PLATFORM_ACTIONS))
+async def test_an_agent_cannot_write_a_step_that_is_the_platforms_own(
+    world: AgentWorld, action: str
+) -> None:
+    agent = await world.agent()
+    answer = await agent.ask("log", action=action, status="0")
+    assert answer["error"]["code"] == "denied"
+    assert world.gateway.steps == []
+    assert (await agent.ask("log", action="mine"))["result"] == {}
 
 
 async def test_without_a_rollout_only_the_log_is_there(tmp_path: Path) -> None:

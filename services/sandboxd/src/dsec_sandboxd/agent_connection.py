@@ -203,7 +203,11 @@ class AgentConnection:
         if isinstance(request, Log):
             release()
             self._rate.charge(len(body) // self._limits.log_bytes_per_request)
-            self._send(encode_result(request.id, self._session.log(request)))
+            try:
+                answer = encode_result(request.id, self._session.log(request))
+            except DsecError as error:
+                answer = encode_error(request.id, error)
+            self._send(answer)
             return
         self._rate.charge(len(body) // self._limits.bytes_per_request)
         task = self._loop.create_task(self._answer(request, release))

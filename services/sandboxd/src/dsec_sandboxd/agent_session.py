@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final, assert_never
 
 from dsec_common.clock import Clock
-from dsec_common.errors import DsecError, not_found
+from dsec_common.errors import DsecError, ErrorCode, not_found
 from dsec_common.wire.rollout import FeedbackState
 from dsec_sandboxd.agent_gateway import AgentGateway
 from dsec_sandboxd.agent_protocol import (
@@ -27,6 +27,7 @@ from dsec_sandboxd.agent_protocol import (
     packed_payload,
 )
 from dsec_sandboxd.records import SandboxRecord
+from dsec_sandboxd.step_log import PLATFORM_ACTIONS
 
 #: How long a report is tried again while the platform is away, before the agent is told so.
 REPORT_TIMEOUT_S: Final = 30.0
@@ -83,7 +84,16 @@ class AgentSession:
                 assert_never(request)
 
     def log(self, request: Log) -> Json:
-        """Write one step of the behaviour log."""
+        """Write one step of the behaviour log.
+
+        Raises:
+            DsecError: ``denied`` for an action that only the platform writes.
+        """
+        if request.action in PLATFORM_ACTIONS:
+            raise DsecError(
+                ErrorCode.DENIED,
+                f"the action {request.action!r} is the platform's own; choose another name",
+            )
         self._gateway.log(
             self._record,
             request.action,
@@ -126,7 +136,7 @@ class AgentSession:
         # A repetition whose first answer got lost is a duplicate there, and not yet logged here.
         if seq > self._logged_seq:
             self._logged_seq = seq
-            self._step(stage, stage, began, {"seq": str(seq)})
+            self._step("stage", stage, began, {"stage": stage, "seq": str(seq)})
         return {"seq": seq, "duplicate": duplicate}
 
     async def _await(self, seq: int, wait_s: float) -> Json:

@@ -15,6 +15,21 @@ from dsec_sandboxd.records import SandboxRecord
 
 _log: Final = structlog.get_logger(__name__)
 
+#: What only the platform writes: a record of one of these is the node's own word. An agent's request
+#: to log cannot carry it, whatever reward may hang on it.
+PLATFORM_ACTIONS: Final = frozenset(
+    {
+        "create",
+        "exec",
+        "read_file",
+        "write_file",
+        "stage",
+        "feedback",
+        "delete",
+        "end",
+        "spool_shed",
+    }
+)
 #: Attributes are for reading; the whole of a command or a path is in the request itself.
 ATTRIBUTE_MAX: Final = 1024
 _NOT_LOGGED_EVERY: Final = 1000

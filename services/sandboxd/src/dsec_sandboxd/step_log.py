@@ -15,8 +15,8 @@ from dsec_sandboxd.records import SandboxRecord
 
 _log: Final = structlog.get_logger(__name__)
 
-#: What only the platform writes: a record of one of these is the node's own word. An agent's request
-#: to log cannot carry it, whatever reward may hang on it.
+#: What only the platform writes: a record of one of these is the node's own word. An agent's
+#: request to log cannot carry it, whatever reward may hang on it.
 PLATFORM_ACTIONS: Final = frozenset(
     {
         "create",

@@ -53,6 +53,7 @@ def test_a_setting_of_another_service_in_the_shared_table_is_fine(tmp_path: Path
     [
         (["--ratio", "much"], "ratio"),
         (["--http-port", "eighty"], "http_port"),
+        (["--log-level", "chatty"], "log_level"),
         (["--config", "/nonexistent.toml"], "cannot read the configuration file"),
     ],
 )

@@ -415,3 +415,8 @@ def test_a_log_that_refuses_never_fails_a_request() -> None:
     steps = StepLog("n1", Refusing())
     steps.step(RECORD, "exec")
     assert steps.lost == 1
+
+
+def test_a_command_may_not_outlast_the_memory_of_who_asked_for_it() -> None:
+    with pytest.raises(DsecError, match="exec_timeout_max_s must be at most 6600"):
+        load_config(SandboxdConfig, "sandboxd", ["--exec-timeout-max-s", "7200"], {})

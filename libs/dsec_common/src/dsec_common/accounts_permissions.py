@@ -23,7 +23,7 @@ NODE_ROLE: Final = "sandboxd"
 
 #: How long a request may stay unanswered before the server forgets its caller. It must be above
 #: the longest command's timeout: later the reply reaches nobody.
-RESPONSE_THRESHOLD_S: Final = 3600.0
+RESPONSE_THRESHOLD_S: Final = 7200.0
 
 #: Requests with more than one reply. The server remembers the caller of such a request for the
 #: whole threshold, about 700 bytes each, but that of any other only until its reply.

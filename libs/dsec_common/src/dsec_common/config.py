@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
@@ -51,7 +51,7 @@ class ServiceConfig(
     runtime_file: str = ""
     connect_timeout_s: float = 0.0
     drain_timeout_s: float = 10.0
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 def _refuse_unknown(names: Mapping[str, Any], known: Sequence[str], where: str) -> None:

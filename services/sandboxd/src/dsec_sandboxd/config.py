@@ -8,12 +8,15 @@ from pathlib import Path
 
 import msgspec
 
+from dsec_common.accounts_permissions import RESPONSE_THRESHOLD_S
 from dsec_common.config import ServiceConfig
 from dsec_common.errors import DsecError
 from dsec_common.subjects import validate_node
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
+# A command at its limit still has to be ended and answered.
+_ANSWER_MARGIN_S = 600.0
 
 
 class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -88,6 +91,12 @@ class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0")
+        longest_s = RESPONSE_THRESHOLD_S - _ANSWER_MARGIN_S
+        if self.exec_timeout_max_s > longest_s:
+            raise ValueError(
+                f"exec_timeout_max_s must be at most {longest_s:g}: NATS forgets who asked after "
+                f"{RESPONSE_THRESHOLD_S:g} s, and a later result would reach nobody"
+            )
         for name in ("sandboxes_max", "layer_uploads_max", "layer_imports_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

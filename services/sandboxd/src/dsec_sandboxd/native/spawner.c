@@ -8,12 +8,15 @@
  */
 #include "spawner.h"
 
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <linux/securebits.h>
+
+#define CHILD_TIMEOUT_MS 10000
 
 static struct host host;
 static struct slot slots[DSEC_SLOTS_MAX];
@@ -134,9 +137,28 @@ static pid_t clone_child(const struct child_plan *plan, const struct slot *slot,
     return pid;
 }
 
+/*
+ * Wait until the child has spoken or is dead. Its end of the socket is open in our table too, so that a child
+ * killed before its first word (by the memory limit, say) would not end the wait, and nothing could be created
+ * any more.
+ */
+static int wait_for_child(int host_end, int pidfd)
+{
+    struct pollfd polled[2] = {{.fd = host_end, .events = POLLIN}, {.fd = pidfd, .events = POLLIN}};
+    int count;
+    do
+        count = poll(polled, 2, CHILD_TIMEOUT_MS);
+    while (count < 0 && errno == EINTR);
+    if (count > 0 && polled[0].revents & POLLIN)
+        return 0;
+    if (count >= 0)
+        errno = count ? ECHILD : ETIMEDOUT;
+    return -1;
+}
+
 /* Let the child go on once its ids are mapped and its root is made. */
 static int release_child(const struct spawner_request *request, const int *layer_fds, const struct slot *slot,
-                         pid_t pid, int host_end, int run_fd, struct sandbox_mounts *mounts,
+                         pid_t pid, int pidfd, int host_end, int run_fd, struct sandbox_mounts *mounts,
                          struct failure *failure)
 {
     char map[64];
@@ -150,6 +172,8 @@ static int release_child(const struct spawner_request *request, const int *layer
     int fds[3] = {mounts->overlay_fd, mounts->shared_fd, run_fd};
     struct control_reply ready;
     int none[DSEC_DESCRIPTORS_MAX], count;
+    if (wait_for_child(host_end, pidfd) < 0)
+        return fail(failure, STEP_HANDSHAKE);
     /* The child's table is its own from here on, so that ours may be closed. */
     ssize_t size = packet_receive(host_end, &ready, sizeof ready, none, &count, 0);
     if (size != sizeof ready)
@@ -183,7 +207,7 @@ static int create(const struct spawner_request *request, const int *fds, int cou
     int result = -1;
     if (pid > 0) {
         int run_fd = request->flags & CREATE_HAS_RUN_MOUNT ? fds[count - 1] : -1;
-        result = release_child(request, layer_fds, slot, pid, ends[1], run_fd, &mounts, failure);
+        result = release_child(request, layer_fds, slot, pid, pidfd, ends[1], run_fd, &mounts, failure);
         if (result < 0)
             sys_pidfd_send_signal(pidfd, SIGKILL);
     }

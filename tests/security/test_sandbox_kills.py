@@ -1,4 +1,4 @@
-"""A daemon killed at any moment of its work: the next one finds and removes all that it left."""
+"""Daemons and sandboxes killed at any moment: nothing of them stays, and nobody else waits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import contextlib
 import random
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from attack_world import AttackWorld
+from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.interface import CommandSpec, SandboxSpec
 from dsec_sandboxd.kernel.linux import LinuxKernel
 from kernel_world import MIB, NODE, Layers, cgroups_left, wait_until_dead
@@ -20,6 +23,8 @@ BUSY_DAEMON = """
 import asyncio, sys
 from pathlib import Path
 from dsec_common.errors import DsecError
+from attack_world import AttackWorld
+from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.interface import CommandSpec, OpenMode, SandboxSpec
 from dsec_sandboxd.kernel.linux import LinuxKernel
 
@@ -110,3 +115,29 @@ async def test_whatever_a_killed_daemon_was_doing_nothing_of_it_stays(
         said = await kernel.exec("s0", CommandSpec(argv=("/bin/echo", "works")))
         assert said.stdout == b"works\n"
     assert _directories_of_the_node() == []
+
+
+async def test_a_sandbox_killed_at_any_moment_of_its_birth_holds_up_no_other(
+    arena: AttackWorld,
+) -> None:
+    kill_file = arena.cgroup("born") / "cgroup.kill"
+    stop = threading.Event()
+
+    def kill_all_the_time() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):  # not yet, or no longer there
+                kill_file.write_text("1")
+
+    killer = threading.Thread(target=kill_all_the_time)
+    killer.start()
+    try:
+        async with asyncio.timeout(60):
+            for _ in range(60):
+                try:
+                    await arena.create("born")
+                except DsecError as error:
+                    assert error.code in {ErrorCode.INTERNAL, ErrorCode.UNAVAILABLE}  # noqa: PT017  some may live
+                await arena.kernel.destroy("born")
+    finally:
+        stop.set()
+        killer.join()

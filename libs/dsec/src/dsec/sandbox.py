@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from dsec.channel import ANSWER_PATIENCE_S, Channel
 from dsec.files import Files
 from dsec.results import ExecResult
 from dsec_common import subjects
-from dsec_common.errors import DsecError, ErrorCode, invalid
+from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError, ErrorCode, invalid
 from dsec_common.subjects import ScopedId
 from dsec_common.wire import sandbox as wire
 from dsec_common.wire.sandbox import (
@@ -25,10 +26,15 @@ from dsec_common.wire.sandbox import (
     SandboxCreated,
     SandboxDeleted,
     SandboxInfo,
+    SandboxState,
 )
 
 #: The node ends a command at its timeout (TERM, then KILL) and answers; this much later we give up.
 _EXEC_BACKSTOP_S: Final = 15.0
+#: How often a command without an answer is looked after, and how long its answer may take when its
+#: sandbox has just ended.
+_LOOK_EVERY_S: Final = 5.0
+_LAST_WORD_S: Final = 1.0
 _INSPECT_TIMEOUT_S: Final = 10.0
 _FILE_TIMEOUT_S: Final = 30.0
 _DELETE_TIMEOUT_S: Final = 60.0
@@ -104,13 +110,13 @@ class Sandbox:
         Raises:
             CommandFailed: with ``check``, unless it ended by itself with code 0.
             DsecError: ``not_found`` for a program that does not exist, ``expired`` when the
-                sandbox has ended, ``invalid``, ``timeout`` when its node does not answer.
+                sandbox has ended or ends meanwhile, ``invalid``, ``timeout`` when its node does
+                not answer.
         """
         argv = ("/bin/sh", "-c", command) if isinstance(command, str) else tuple(command)
         if not all(isinstance(word, str) for word in argv):
             raise invalid(f"a command is text or a list of texts, not {command!r}")
-        reply = await self._channel.bus.request(
-            self._subject("exec"),
+        reply = await self._run(
             ExecCommand(
                 argv=argv,
                 env=dict(env or {}),
@@ -119,12 +125,55 @@ class Sandbox:
                 stdin=stdin.encode() if isinstance(stdin, str) else stdin,
                 timeout_s=timeout_s,
                 output_limit_bytes=output_limit_bytes,
-            ),
-            wire.ExecResult,
-            timeout_s=timeout_s + _EXEC_BACKSTOP_S,
+            )
         )
         result = ExecResult.of(self.id, argv, reply)
         return result.check() if check else result
+
+    async def _run(self, command: ExecCommand) -> wire.ExecResult:
+        """Return the answer to a command, or stop waiting when nobody can give it any more.
+
+        A node whose daemon was killed does not answer for what ran there; started again, it knows
+        that the sandbox is over.
+        """
+        answer = asyncio.create_task(
+            self._channel.bus.request(
+                self._subject("exec"),
+                command,
+                wire.ExecResult,
+                timeout_s=command.timeout_s + _EXEC_BACKSTOP_S,
+            )
+        )
+        try:
+            wait_s = _LOOK_EVERY_S
+            over: DsecError | None = None
+            while True:
+                done, _ = await asyncio.wait({answer}, timeout=wait_s)
+                if done:
+                    return answer.result()
+                if over is not None:
+                    raise over
+                over = await self._why_over()
+                # Its node may be about to answer, and says more than we can.
+                wait_s = _LOOK_EVERY_S if over is None else _LAST_WORD_S
+        finally:
+            answer.cancel()
+            await asyncio.wait({answer})
+
+    async def _why_over(self) -> DsecError | None:
+        """Return the error for a command whose sandbox has ended; None when it has not."""
+        try:
+            info = await self.inspect()
+        except DsecError as error:
+            return error if error.code in {ErrorCode.NOT_FOUND, ErrorCode.EXPIRED} else None
+        if info.state is not SandboxState.ENDED:
+            return None
+        return DsecError(
+            ErrorCode.EXPIRED,
+            f"sandbox {self.id} ended ({info.end_cause}) while the command ran; what it printed is "
+            "lost",
+            details={MAY_HAVE_HAPPENED: True, "end_cause": info.end_cause},
+        )
 
     # --- Files --------------------------------------------------------------------------------
 

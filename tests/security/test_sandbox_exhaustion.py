@@ -12,7 +12,7 @@ import pytest
 from attack_world import CALL, AttackWorld
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.interface import CommandSpec
-from kernel_world import MIB, NODE, read, wait_until_dead
+from kernel_world import MIB, NODE, descriptors_of, read, wait_until_dead
 
 # Raise the limit of descriptors as far as it goes, then take.
 GREED = """
@@ -191,6 +191,21 @@ async def _code_of(operation: Awaitable[object]) -> ErrorCode | None:
     except DsecError as error:
         return error.code
     return None
+
+
+async def test_daemons_left_by_every_command_cost_the_node_no_descriptors(
+    arena: AttackWorld,
+) -> None:
+    before = len(descriptors_of())
+    for _ in range(40):
+        await arena.say("sleep 1000 >/dev/null 2>&1 &")
+    assert len(descriptors_of()) <= before + 2
+    assert len(arena.pids("a")) == 41
+    await arena.shell("kill -9 -1")
+    for _ in range(10):
+        await arena.say("true")
+    left = [path for path in arena.cgroup().iterdir() if path.name.startswith("exec-")]
+    assert len(left) <= 3
 
 
 async def test_sandboxes_that_all_fork_leave_numbers_to_the_host(arena: AttackWorld) -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import stat
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -30,6 +31,8 @@ _PATH_BYTES_MAX: Final = 4095
 _FILE_TIMEOUT_S: Final = 10.0
 #: How many empty command cgroups one sandbox keeps for its next commands.
 _IDLE_DIRECTORIES_MAX: Final = 2
+#: How many cgroups of commands that left daemons are looked at when a command begins.
+_SWEPT_AT_ONCE: Final = 8
 
 _OPEN_OPERATIONS: Final = {
     OpenMode.READ: FileOperation.OPEN_READ,
@@ -50,6 +53,17 @@ class _CommandDirectory:
     killed: bool = False
     """Never used again: Linux kills whatever ``CLONE_INTO_CGROUP`` puts into a cgroup that was once
     killed, since it compares the cgroup's count of kills with that of the parent's own."""
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another command may run in it."""
+        return self.descriptor >= 0 and not self.killed
+
+    def close(self) -> None:
+        """Let go of the descriptor. Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 class Sandbox:
@@ -73,16 +87,17 @@ class Sandbox:
         self.ending: asyncio.Task[None] | None = None
         self.oom_notices = 0
         self._idle: list[_CommandDirectory] = []
-        self._lingering: list[_CommandDirectory] = []
+        self._returned: list[_CommandDirectory] = []
+        self._occupied: deque[_CommandDirectory] = deque()  # without descriptors
         self._next_directory = 0
 
     def close(self) -> None:
         """Close every descriptor. Idempotent."""
         self.init.close()
-        for directory in (*self._idle, *self._lingering):
-            os.close(directory.descriptor)
+        for directory in (*self._idle, *self._returned):
+            directory.close()
         self._idle.clear()
-        self._lingering.clear()
+        self._returned.clear()
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
@@ -156,22 +171,27 @@ class Sandbox:
 
     def _give_back(self, directory: _CommandDirectory) -> None:
         if self.pidfd < 0:
-            os.close(directory.descriptor)
+            directory.close()
         else:
-            self._lingering.append(directory)
+            self._returned.append(directory)
 
     def _sweep(self) -> None:
-        """Reuse the cgroups of ended commands; those with daemons left in them wait."""
-        still: list[_CommandDirectory] = []
-        for directory in self._lingering:
+        """Reuse the cgroups of ended commands; those with daemons left in them wait.
+
+        Every command may leave daemons: no more than a few of their cgroups are looked at again in
+        one turn, and none keeps a descriptor, of which the node has few.
+        """
+        again = [self._occupied.popleft() for _ in range(min(len(self._occupied), _SWEPT_AT_ONCE))]
+        for directory in (*self._returned, *again):
             if self.cgroup.exec_populated(directory.name):
-                still.append(directory)
-            elif not directory.killed and len(self._idle) < _IDLE_DIRECTORIES_MAX:
+                directory.close()
+                self._occupied.append(directory)
+            elif directory.reusable and len(self._idle) < _IDLE_DIRECTORIES_MAX:
                 self._idle.append(directory)
             else:
-                os.close(directory.descriptor)
+                directory.close()
                 self.cgroup.remove_exec(directory.name)
-        self._lingering = still
+        self._returned.clear()
 
     # -- files
 

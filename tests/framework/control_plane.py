@@ -60,6 +60,7 @@ class NodePeer:
 
     Attributes:
         placed: every request to place that arrived.
+        inspected: how often it was asked for a sandbox.
         refusal: raised instead of making a sandbox.
         before_answer: awaited before the caller is answered; never returning is a death.
         sandboxes: what it has made.
@@ -74,6 +75,7 @@ class NodePeer:
         self.epoch = "1"
         self.draining = False
         self.placed: list[PlaceSandbox] = []
+        self.inspected = 0
         self.place_arrived = asyncio.Event()
         self.refusal: DsecError | None = None
         self.before_answer: Callable[[], Awaitable[None]] | None = None
@@ -186,6 +188,7 @@ class NodePeer:
         return created
 
     async def _inspect(self, asked: Request[InspectSandbox]) -> SandboxInfo:
+        self.inspected += 1
         await self._thaw.wait()
         local = subjects.scoped_id_of(asked.subject).local
         project, info = self.sandboxes.get(local, ("", None))

@@ -189,6 +189,7 @@ class SandboxdService(Service[SandboxdConfig]):
         )
         await producer.start()
         self._opened.push_async_callback(producer.stop)
+        self._log_producer = producer
         return producer
 
     def _rules(self) -> NodeRules:
@@ -255,8 +256,15 @@ class SandboxdService(Service[SandboxdConfig]):
     # --- Running ------------------------------------------------------------------------------
 
     def readiness(self) -> str:
-        """Return why this node takes no sandboxes, or the empty string."""
-        return "the node is draining" if self._state.draining else ""
+        """Return what this node lacks, or the empty string.
+
+        Without Kafka it works on, and what it has to log waits in its spool, which is bounded.
+        """
+        if self._state.draining:
+            return "the node is draining"
+        if self._log_producer is not None and not self._log_producer.connected:
+            return "Kafka is not connected; reconnecting, and the behaviour log is spooled"
+        return ""
 
     async def _tick(self) -> None:
         while True:

@@ -96,9 +96,15 @@ def key_conflict() -> DsecError:
     )
 
 
-def node_lost(node: str) -> DsecError:
-    """Return the error for an attempt on a node that fell silent."""
-    return unavailable(f"node {node} stopped sending heartbeats during the creation", node=node)
+class NodeLostError(DsecError):
+    """An attempt's node fell silent or was started again; what it made may be there or not."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(
+            ErrorCode.UNAVAILABLE,
+            f"node {node} was lost during the creation: it fell silent or was started again",
+            details={"node": node},
+        )
 
 
 def _count(nodes: int) -> str:

@@ -28,7 +28,7 @@ from dsec_scheduler import effects as fx
 from dsec_scheduler import events as ev
 from dsec_scheduler import metrics
 from dsec_scheduler.config import SchedulerConfig
-from dsec_scheduler.errors import node_lost
+from dsec_scheduler.errors import NodeLostError
 from dsec_scheduler.ledger import Claim
 from dsec_scheduler.state import SchedulerState
 
@@ -54,7 +54,7 @@ class Placer:
         self._clock = clock
         self._config = config
         self._ids = itertools.count(1)
-        # What waits for a node ends early when the node falls silent.
+        # What waits for a node ends early when the node falls silent or is started again.
         self._waits: dict[str, set[asyncio.Timeout]] = {}
         self._releases: set[asyncio.Task[None]] = set()
         # When this process was last known to hear nobody; a start begins with hearing all.
@@ -180,7 +180,7 @@ class Placer:
                 at=self._now(),
                 maybe_made=error.code is ErrorCode.TIMEOUT
                 or bool(error.details.get(MAY_HAVE_HAPPENED, False))
-                or self._is_silent(attempt.node),
+                or isinstance(error, NodeLostError),
             )
         return ev.PlaceSucceeded(create_id=create_id, created=created, at=self._now())
 
@@ -197,7 +197,7 @@ class Placer:
                     subject, message, SandboxCreated, timeout_s=timeout_s, caller=caller
                 )
         except TimeoutError as error:
-            raise node_lost(node) from error
+            raise NodeLostError(node) from error
         finally:
             waits.discard(scope)
             if not waits:
@@ -205,11 +205,15 @@ class Placer:
 
     def end_waits_for_silent_nodes(self) -> None:
         """Stop waiting for nodes whose heartbeats have stopped; to be called now and then."""
-        loop = asyncio.get_running_loop()
-        for node, waits in self._waits.items():
+        for node in self._waits:
             if self._is_silent(node):
-                for scope in waits:
-                    scope.reschedule(loop.time())
+                self.end_waits(node)
+
+    def end_waits(self, node: str) -> None:
+        """Stop waiting for a node that cannot know any more what it was asked."""
+        loop = asyncio.get_running_loop()
+        for scope in self._waits.get(node, ()):
+            scope.reschedule(loop.time())
 
     def _is_silent(self, node: str) -> bool:
         """Return whether a node's heartbeats have stopped, and not our hearing them."""

@@ -115,7 +115,11 @@ class SchedulerService(Service[SchedulerConfig]):
         if request.tokens[-1] != heartbeat.node:
             log.warning("dropped a heartbeat that names another node", subject=request.subject)
             return
+        view = self._core.views.get(heartbeat.node)
+        epoch = view.heartbeat.epoch if view is not None else heartbeat.epoch
         self._core.handle(HeartbeatSeen(heartbeat=heartbeat, at=self._now()))
+        if epoch != heartbeat.epoch:
+            self._placer.end_waits(heartbeat.node)
 
     async def _create(self, asked: Request[CreateSandbox]) -> Message | None:
         request, project = asked.message, asked.project

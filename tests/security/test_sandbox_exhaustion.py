@@ -273,6 +273,29 @@ async def test_directories_ten_thousand_deep_are_refused_by_path_and_vanish_on_d
         await arena.kernel.destroy("deep")
 
 
+def _cpu_ticks(pid: int) -> int:
+    """Return the processor time of a process in hundredths of a second."""
+    return sum(int(field) for field in read(f"/proc/{pid}/stat").rsplit(")")[-1].split()[11:13])
+
+
+async def test_a_layer_full_of_files_is_freed_without_holding_up_creations(
+    arena: AttackWorld,
+) -> None:
+    await arena.create("full", inodes=150_000, memory_bytes=512 * MIB)
+    await arena.python(
+        "import os\nos.chdir('/dev/shm')\n"
+        "for n in range(140000): os.close(os.open(str(n), os.O_CREAT | os.O_WRONLY))",
+        local="full",
+        timeout_s=60,
+    )
+    spawner = arena.kernel._spawner
+    assert spawner is not None
+    before = _cpu_ticks(spawner.pid)
+    await arena.kernel.destroy("full")
+    # By the spawner itself it takes about 40, during which nothing can be created on the node.
+    assert _cpu_ticks(spawner.pid) - before < 10
+
+
 async def test_a_sparse_file_of_any_size_is_read_piece_by_piece(arena: AttackWorld) -> None:
     await arena.say("dd if=/dev/null of=/tmp/sparse bs=1 seek=4T 2>/dev/null")
     assert (await arena.kernel.stat("a", "/tmp/sparse")).size_bytes == 4 << 40

@@ -7,8 +7,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
+#include <sys/vfs.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
+
+/* Freeing this much takes a millisecond or two. */
+#define LARGE_LAYER_BYTES (16ULL << 20)
+#define LARGE_LAYER_INODES 2000
 
 static int write_file(const char *path, const char *text)
 {
@@ -150,4 +155,37 @@ void slot_renew_network(struct slot *slot, int own_network_fd)
         close(slot->network_fd);
         slot->network_fd = 0;
     }
+}
+
+static bool is_large(int mount_fd)
+{
+    struct statfs used;
+    return fstatfs(mount_fd, &used) == 0 &&
+           ((used.f_blocks - used.f_bfree) * (uint64_t)used.f_bsize > LARGE_LAYER_BYTES ||
+            used.f_files - used.f_ffree > LARGE_LAYER_INODES);
+}
+
+/* Hold the mount until the spawner has closed its own descriptor of it: whoever is last has the work. */
+static _Noreturn void outlive_spawners_hold(int mount_fd, int released_fd)
+{
+    char nothing;
+    int waited = dup2(released_fd, 1), kept = dup2(mount_fd, 0);
+    sys_close_range(2, ~0U, 0);
+    if (kept == 0 && waited == 1 && read(waited, &nothing, 1) >= 0)
+        close(kept);
+    _exit(0);
+}
+
+void slot_release_layer(struct slot *slot)
+{
+    int ends[2] = {-1, -1}, mount_fd = slot->writable_fd;
+
+    slot->writable_fd = 0;
+    if (!mount_fd)
+        return;
+    if (is_large(mount_fd) && pipe2(ends, O_CLOEXEC) == 0 && fork() == 0)
+        outlive_spawners_hold(mount_fd, ends[0]);
+    close(mount_fd);
+    close_if_open(ends[0]);
+    close_if_open(ends[1]);
 }

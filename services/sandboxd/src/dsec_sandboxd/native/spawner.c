@@ -234,9 +234,7 @@ static int release(const struct spawner_request *request, struct failure *failur
     if (request->slot >= DSEC_SLOTS_MAX)
         return refuse(failure, EINVAL);
     struct slot *slot = &slots[request->slot];
-    if (slot->writable_fd)
-        close(slot->writable_fd);
-    slot->writable_fd = 0;
+    slot_release_layer(slot);
     slot_renew_network(slot, host.own_network_fd);
     return 0;
 }

@@ -49,6 +49,11 @@ int slot_warm(struct slot *slot, uint32_t base_id, int own_network_fd, struct fa
  * minute, hold their ports, and its counters tell of them.
  */
 void slot_renew_network(struct slot *slot, int own_network_fd);
+/*
+ * After a sandbox: let go of its writable layer. Whoever holds a layer last frees all that is in it, which takes
+ * seconds for gigabytes: a process of its own does that for a large one, so that creations need not wait.
+ */
+void slot_release_layer(struct slot *slot);
 /* Write a process's two id maps. */
 int write_id_maps(pid_t pid, const char *map);
 /* When the node itself runs out of memory, sandboxes go before its services. */

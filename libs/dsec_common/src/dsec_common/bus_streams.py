@@ -44,7 +44,7 @@ def _error_of(error: dict[str, Any], operation: str, subject: str) -> DsecError:
         code = ErrorCode.EXHAUSTED
     elif status == 404:  # noqa: PLR2004  HTTP's number
         code = ErrorCode.NOT_FOUND
-    elif status == 503:  # noqa: PLR2004  HTTP's number
+    elif status >= 500:  # noqa: PLR2004  HTTP's number: the server's own trouble, it may pass
         code = ErrorCode.UNAVAILABLE
     else:
         code = ErrorCode.INVALID

@@ -91,12 +91,18 @@ kernel: $(STAMP)  ## Sandboxes on the real kernel (as root)
 e2e: $(STAMP)  ## The whole platform, through the SDK and the CLI (as root)
 	$(PYTHON) -m pytest tests/e2e -q
 
+.PHONY: machines
+machines: $(STAMP)  ## The services as containers, and cgroup v2 alone in an emulated machine
+	$(PYTHON) -m pytest tests/machines -q
+
 .PHONY: security
 security: $(STAMP)  ## What an attacker tries (as root)
 	$(PYTHON) -m pytest tests/security -q
 
 .PHONY: test
-test: check  ## All that CI checks
+test: check  ## All that CI checks (installs what only tests need)
+	@scripts/system-packages --for-tests
+	@$(PYTHON) -m dsec_common.embedded.kafka fetch
 	$(PYTHON) -m pytest -q
 
 .PHONY: bench

@@ -9,10 +9,14 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import pluggy
 import pytest
+
+# Set where every feature is known to be there (in CI): then a skipped test is a failed one.
+NOTHING_MAY_SKIP = os.environ.get("DSEC_TESTS_MAY_NOT_SKIP", "") == "1"
 
 # A thing that is on its way out (a reaped child's pipe, a lazily unmounted tree) gets this long.
 SETTLE_S = 3.0
@@ -71,3 +75,13 @@ def nothing_is_left_behind() -> Iterator[None]:
             pytest.fail("the test left behind:\n  " + "\n  ".join(leaks))
         gc.collect()
         time.sleep(0.01)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pluggy.Result[pytest.TestReport], None]:
+    """Where nothing may skip, let a skip fail with its reason."""
+    outcome = yield
+    report = outcome.get_result()
+    if NOTHING_MAY_SKIP and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped where nothing may be: {report.longrepr}"

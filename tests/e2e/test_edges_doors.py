@@ -5,18 +5,23 @@ Every answer is a typed error that says what is wrong, and everything works on a
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+import math
+import tarfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import nats
 import pytest
 from nats.aio.client import Client
 
-from dsec import DsecError, ErrorCode, Sandbox
+from dsec import DSecClient, DsecError, ErrorCode, Sandbox
 from dsec_common import subjects
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import CONTENT_TYPE_HEADER, JSON
+from layer_builders import file_member, link_member, member, tar_bytes
 from stack import Stack
 
 DEEP = b"[" * 50_000 + b"]" * 50_000
@@ -249,3 +254,98 @@ async def test_more_sandboxes_than_one_message_can_name_are_all_listed(
                 await sandbox.delete()
         ended = await client.list_sandboxes(labels=labels, include_ended=True)
         assert [info.sandbox_id for info in ended] == listed
+
+
+SDK_MISTAKES: dict[str, Callable[[DSecClient, Sandbox], Awaitable[object]]] = {
+    "memory beyond 64 bits": lambda it, _: it.create_sandbox("host@1", memory_bytes=10**30),
+    "env that is no text": lambda it, _: it.create_sandbox("host@1", env={"A": "\ud800"}),
+    "key that is no text": lambda it, _: it.create_sandbox("host@1", idempotency_key="\ud800"),
+    "base that is none": lambda it, _: it.create_sandbox(None),  # type: ignore[arg-type]
+    "two mebibytes": lambda it, _: it.create_sandbox("host@1", env={"A": "x" * (2 << 20)}),
+    "timeout nan": lambda it, _: it.create_sandbox("host@1", timeout_s=math.nan),
+    "timeout endless": lambda it, _: it.create_sandbox("host@1", timeout_s=math.inf),
+    "queue negative": lambda it, _: it.queue_sandbox("host@1", timeout_s=-1.0),
+    "queue nan": lambda it, _: it.queue_sandbox("host@1", timeout_s=math.nan),
+    "queue two mebibytes": lambda it, _: it.queue_sandbox("host@1", env={"A": "x" * (2 << 20)}),
+    "command that is none": lambda _, it: it.exec(None),  # type: ignore[arg-type]
+    "command that is no text": lambda _, it: it.exec("echo \udc80"),
+    "command of two mebibytes": lambda _, it: it.exec("x" * (2 << 20)),
+    "stdin of two mebibytes": lambda _, it: it.exec("cat", stdin=b"x" * (2 << 20)),
+    "command negative": lambda _, it: it.exec("true", timeout_s=-100.0),
+    "command nan": lambda _, it: it.exec("true", timeout_s=math.nan),
+    "command endless": lambda _, it: it.exec("true", timeout_s=math.inf),
+    "path that is no text": lambda _, it: it.read_file("/\udc80"),
+    "mode beyond 64 bits": lambda _, it: it.write_file("/f", b"", mode=10**30),
+    "labels that are no text": lambda it, _: it.list_sandboxes(labels={"\ud800": ""}),
+    "layer that is no text": lambda it, _: it.layers.inspect("\ud800"),
+    "layer of another kind": lambda it, _: it.layers.import_tar(
+        __file__, kind="nope", name="a", version="1"
+    ),
+    "layer that is no archive": lambda it, _: it.layers.import_tar(
+        __file__, kind="workspace", name="no-archive", version="1"
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", SDK_MISTAKES.values(), ids=SDK_MISTAKES)
+async def test_a_mistake_with_the_sdk_is_a_typed_error(
+    stack: Stack,
+    sandbox: Sandbox,
+    mistake: Callable[[DSecClient, Sandbox], Awaitable[object]],
+) -> None:
+    async with stack.client() as client:
+        with pytest.raises(DsecError) as caught:
+            async with asyncio.timeout(10):
+                await mistake(client, sandbox)
+    assert caught.value.code in {ErrorCode.INVALID, ErrorCode.LAYER_ERROR}, caught.value
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [file_member("../escape", b"")],
+        [file_member("/absolute", b"")],
+        [link_member("link", "/etc"), file_member("link/passwd", b"root::0:0")],
+        [(member("dev/sda", tarfile.BLKTYPE, devmajor=8, devminor=0), b"")],
+    ],
+    ids=["climbs", "absolute", "through a link", "a device"],
+)
+async def test_a_hostile_archive_makes_no_layer(
+    stack: Stack, tmp_path: Path, members: list[Any]
+) -> None:
+    archive = tmp_path / "hostile.tar"
+    archive.write_bytes(tar_bytes(members))
+    async with stack.client() as client:
+        with pytest.raises(DsecError) as caught:
+            await client.layers.import_tar(archive, kind="workspace", name="hostile", version="1")
+        assert caught.value.code is ErrorCode.LAYER_ERROR, caught.value
+        assert "hostile@1" not in [layer.reference for layer in await client.layers.list()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a\r\nNats-Service-Error-Code: 200\r\n\r\n", "a\nb", "\u2028", "é" * 3000, "a\x7f\x1b[2J"],
+    ids=["header", "new line", "separator", "long", "terminal"],
+)
+async def test_a_users_text_in_an_error_is_only_text(
+    raw: Client, sandbox: Sandbox, text: str
+) -> None:
+    own = ScopedId.parse(sandbox.id)
+    headers = {CONTENT_TYPE_HEADER: JSON}
+    for verb, body in (
+        ("exec", {"argv": [text]}),
+        ("exec", {"argv": ["true"], "cwd": f"/{text}"}),
+        ("exec", {"argv": ["true"], "user": text}),
+        ("read_file", {"path": f"/{text}"}),
+        ("list_directory", {"path": f"/{text}"}),
+    ):
+        subject = subjects.sandbox("default", own, verb)
+        reply = await raw.request(subject, json.dumps(body).encode(), timeout=20, headers=headers)
+        answer = json.loads(reply.data)
+        assert answer["code"] in {"invalid", "not_found"}, answer
+        assert reply.headers is not None
+        assert set(reply.headers) == {
+            *(CONTENT_TYPE_HEADER, "traceparent"),
+            *("Nats-Service-Error", "Nats-Service-Error-Code"),
+        }
+        assert reply.headers["Nats-Service-Error-Code"] in {"400", "404"}

@@ -64,3 +64,25 @@ def test_text_that_is_no_text_is_invalid() -> None:
         with pytest.raises(DsecError) as caught:
             decode(body, ListSandboxes, content_type)
         assert caught.value.code is ErrorCode.INVALID
+
+
+def _within_itself() -> list[object]:
+    nested: list[object] = []
+    nested.append(nested)
+    return nested
+
+
+@pytest.mark.parametrize("content_type", [JSON, MSGPACK])
+@pytest.mark.parametrize(
+    "payload",
+    ["\ud800", object(), _within_itself(), 1 + 2j],
+    ids=["no Unicode", "an object", "within itself", "a complex number"],
+)
+def test_what_no_message_can_carry_is_invalid_before_it_is_sent(
+    payload: object, content_type: str
+) -> None:
+    with pytest.raises(DsecError, match="SendFeedback cannot be sent") as caught:
+        encode(SendFeedback(seq=1, payload=payload), content_type)
+    assert caught.value.code is ErrorCode.INVALID
+    with pytest.raises(DsecError, match="64"):
+        encode(SendFeedback(seq=10**30))

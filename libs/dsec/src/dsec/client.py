@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -229,8 +230,8 @@ class DSecClient:
         The request is kept until there is room, over restarts of every service, for ``timeout_s``.
 
         Raises:
-            DsecError: as the scheduler refused it; ``timeout`` when no outcome came in time (the
-                sandbox may still come: find it by its labels).
+            DsecError: as the scheduler refused it; ``invalid``; ``timeout`` when no outcome came in
+                time (the sandbox may still come: find it by its labels).
         """
         request = _create_request(
             base,
@@ -245,6 +246,8 @@ class DSecClient:
             idempotency_key=idempotency_key,
             timeout_s=timeout_s,
         )
+        if not 0 < timeout_s < math.inf:
+            raise invalid(f"timeout_s is {timeout_s}: use more than 0 seconds")
         channel, events = self._connected(), self._event_hub()
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 

@@ -113,6 +113,8 @@ class Sandbox:
                 sandbox has ended or ends meanwhile, ``invalid``, ``timeout`` when its node does
                 not answer.
         """
+        if not isinstance(command, str | Sequence):
+            raise invalid(f"a command is text or a list of texts, not {command!r}")
         argv = ("/bin/sh", "-c", command) if isinstance(command, str) else tuple(command)
         if not all(isinstance(word, str) for word in argv):
             raise invalid(f"a command is text or a list of texts, not {command!r}")
@@ -141,7 +143,8 @@ class Sandbox:
                 self._subject("exec"),
                 command,
                 wire.ExecResult,
-                timeout_s=command.timeout_s + _EXEC_BACKSTOP_S,
+                # The node refuses a time that makes no sense; its answer is waited for.
+                timeout_s=max(command.timeout_s, 0.0) + _EXEC_BACKSTOP_S,
             )
         )
         try:

@@ -103,10 +103,23 @@ def _msgpack_decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: Message, content_type: str = MSGPACK) -> bytes:
-    """Return the bytes of ``message``; any content type but JSON means msgpack."""
-    if content_type == JSON:
-        return _json_encoder.encode(message)
-    return _msgpack_encoder.encode(message)
+    """Return the bytes of ``message``; any content type but JSON means msgpack.
+
+    Raises:
+        DsecError: ``invalid`` when a field holds what no message can carry: an integer beyond 64
+            bits, text that is no Unicode, a value nested in itself.
+    """
+    encoder = _json_encoder if content_type == JSON else _msgpack_encoder
+    try:
+        return encoder.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        name = type(message).__name__
+        raise DsecError(
+            ErrorCode.INVALID,
+            f"this {name} cannot be sent: {error}. Send numbers of at most 64 bits, text that is "
+            "Unicode (other bytes as bytes), and plain values",
+            details={"message": name},
+        ) from error
 
 
 def decode(body: bytes, kind: type[M], content_type: str = MSGPACK) -> M:

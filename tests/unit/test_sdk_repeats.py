@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsec.channel import MAY_HAVE_HAPPENED, may_ask_again, wait_before
-from dsec_common.errors import DsecError, ErrorCode
+from dsec.channel import may_ask_again, wait_before
+from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError, ErrorCode
 
 
 @pytest.mark.parametrize(

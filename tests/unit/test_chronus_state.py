@@ -298,6 +298,34 @@ def test_a_full_shard_refuses_more_and_takes_again_what_is_closed() -> None:
     assert answer(world, request, RolloutOpened)
 
 
+def test_no_project_takes_all_the_room_of_a_shard() -> None:
+    world = World(ChronusConfig(shard_bytes_max=20_000))
+    world.open()
+    world.settle()
+    for seq in range(1, 20):
+        world.report(seq, "x" * 1000)
+        world.settle()
+    assert refused(world, world.report(20, "x" * 1000)).code is ErrorCode.EXHAUSTED
+    other = world.open("other", project="other")
+    world.settle()
+    answer(world, other, RolloutOpened)
+    report = world.report(1, "x" * 1000, local="other", project="other")
+    world.settle()
+    assert answer(world, report, StageAccepted)
+
+
+def test_no_project_takes_every_place_to_wait() -> None:
+    world = World(ChronusConfig(polls_max=8))
+    world.open()
+    world.open("other", project="other")
+    world.settle()
+    mine = [world.next() for _ in range(7)]
+    assert refused(world, mine[-1]).code is ErrorCode.EXHAUSTED
+    theirs = [world.next(local="other", project="other") for _ in range(3)]
+    assert theirs[0] not in world.refusals
+    assert refused(world, theirs[-1]).code is ErrorCode.EXHAUSTED
+
+
 def test_a_refused_frame_leaves_nothing_behind(world: World) -> None:
     first = world.report(1, "one")
     duplicate = world.report(1, "one")

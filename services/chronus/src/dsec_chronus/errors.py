@@ -92,11 +92,11 @@ def bad_reward(reward: float) -> DsecError:
 
 
 def shard_full(shard: str, limit_bytes: int) -> DsecError:
-    """Return the error for a shard that may hold no more."""
+    """Return the error for a shard that may hold no more of a project."""
     return DsecError(
         ErrorCode.EXHAUSTED,
-        f"shard {shard} holds {limit_bytes} bytes of rollouts, its limit; close rollouts that are "
-        "done, or raise shard_bytes_max",
+        f"shard {shard} holds {limit_bytes} bytes of this project's rollouts, its limit; close "
+        "rollouts that are done, or raise shard_bytes_max",
         retry_after_s=5.0,
         details={"shard": shard, "limit_bytes": limit_bytes},
     )

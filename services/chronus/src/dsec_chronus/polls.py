@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dsec_chronus.events import AwaitAsked, NextAsked
+from dsec_chronus.shares import Shares
 
 PER_ROLLOUT_MAX: Final = 64
 """More than this wait on one rollout only when most of their callers are gone."""
@@ -28,10 +29,14 @@ class Polls:
 
     _by_rollout: dict[str, dict[int, Poll]] = field(default_factory=lambda: defaultdict(dict))
     _deadlines: list[tuple[float, int, str]] = field(default_factory=list)
-    _count: int = 0
+    _shares: Shares = field(default_factory=Shares)
 
     def __len__(self) -> int:
-        return self._count
+        return self._shares.total
+
+    def has_room(self, project: str, limit: int) -> bool:
+        """Return whether a request of ``project`` may wait when at most ``limit`` may in all."""
+        return self._shares.has_room(project, limit)
 
     def add(self, asked: NextAsked | AwaitAsked, deadline_s: float) -> Poll | None:
         """Let a request wait; return the one that must give way to it, if any."""
@@ -39,9 +44,9 @@ class Polls:
         given_up = None
         if len(waiting) >= PER_ROLLOUT_MAX:
             given_up = waiting.pop(next(iter(waiting)))
-            self._count -= 1
+            self._shares.add(given_up.asked.project, -1)
         waiting[asked.request_id] = Poll(asked, deadline_s)
-        self._count += 1
+        self._shares.add(asked.project, 1)
         heapq.heappush(self._deadlines, (deadline_s, asked.request_id, asked.local))
         return given_up
 
@@ -54,7 +59,7 @@ class Polls:
         local = poll.asked.local
         waiting = self._by_rollout[local]
         if waiting.pop(poll.asked.request_id, None) is not None:
-            self._count -= 1
+            self._shares.add(poll.asked.project, -1)
         if not waiting:
             del self._by_rollout[local]
 
@@ -84,6 +89,6 @@ class Polls:
         """Remove and yield all."""
         waiting, self._by_rollout = self._by_rollout, defaultdict(dict)
         self._deadlines.clear()
-        self._count = 0
+        self._shares.clear()
         for polls in waiting.values():
             yield from polls.values()

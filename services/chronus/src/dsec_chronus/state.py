@@ -9,7 +9,7 @@ be read here is therefore always in the journal, and a new owner of the shard re
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, assert_never
@@ -45,6 +45,7 @@ from dsec_chronus.events import (
 from dsec_chronus.polls import Poll, Polls
 from dsec_chronus.records import Record, RolloutBegun, size_of
 from dsec_chronus.rollout import Draft, Rollout
+from dsec_chronus.shares import Shares
 from dsec_common.errors import DsecError
 from dsec_common.wire.base import Message
 from dsec_common.wire.rollout import RolloutOpened, RolloutState
@@ -78,7 +79,7 @@ class ShardState:
         self._config = config
         self._rollouts: dict[str, Rollout] = {}
         self._polls = Polls()
-        self._size_bytes = 0
+        self._sizes = Shares()
         self._waiting: deque[Change] = deque()
         self._waiting_bytes = 0
         self._writing: _Writing | None = None
@@ -166,10 +167,11 @@ class ShardState:
     def _decide(self, asked: Change, frame_bytes: int) -> tuple[Record | None, Message]:
         draft = self._draft(asked)
         if not isinstance(asked, CloseAsked) and (
-            self._size_bytes + frame_bytes >= self._config.shard_bytes_max
+            not self._sizes.has_room(asked.project, self._config.shard_bytes_max, frame_bytes)
         ):
             # Closing is how room is made again.
-            raise shard_full(self._shard, self._config.shard_bytes_max)
+            limit = self._sizes.limit_of(asked.project, self._config.shard_bytes_max)
+            raise shard_full(self._shard, limit)
         if draft is None and isinstance(asked, OpenAsked):
             begun = RolloutBegun(
                 local=asked.local, at=asked.at.unix_s, project=asked.project, labels=asked.labels
@@ -261,7 +263,9 @@ class ShardState:
         if not frame.snapshot_complete:
             return []
         self._rollouts, self._reading = self._reading, None
-        self._size_bytes = sum(rollout.size_bytes for rollout in self._rollouts.values())
+        self._sizes.clear()
+        for rollout in self._rollouts.values():
+            self._sizes.add(rollout.begun.project, rollout.size_bytes)
         self._tail_frames = self._tail_bytes = 0
         self._snapshot_frames = frame.snapshot_part
         return [PurgeJournal(sequence=self._snapshot_sequence)]
@@ -274,15 +278,14 @@ class ShardState:
             rollout = rollouts[record.local] = Rollout(
                 record, touched_at=record.at, size_bytes=size_of(record)
             )
-            grown = rollout.size_bytes
-        elif (known := rollouts.get(record.local)) is not None:
-            before = known.size_bytes
-            known.apply(record)
-            grown = known.size_bytes - before
+            before = 0
+        elif (found := rollouts.get(record.local)) is not None:
+            rollout, before = found, found.size_bytes
+            rollout.apply(record)
         else:
             return
         if rollouts is self._rollouts:
-            self._size_bytes += grown
+            self._sizes.add(rollout.begun.project, rollout.size_bytes - before)
 
     def _count(self, records: Iterable[Record]) -> None:
         self._tail_frames += 1
@@ -295,7 +298,7 @@ class ShardState:
         config = self._config
         return (
             self._tail_frames >= config.snapshot_after_frames + 4 * self._snapshot_frames
-            or self._tail_bytes >= config.snapshot_after_bytes + self._size_bytes
+            or self._tail_bytes >= config.snapshot_after_bytes + self._sizes.total
         )
 
     def _snapshot(self) -> Iterator[WriteFrame]:
@@ -349,7 +352,7 @@ class ShardState:
         deadline_s = _s(asked.at) + (wait_s if wait_s > 0 else 0.0)
         if deadline_s <= _s(asked.at) or math.isnan(deadline_s):
             return [self._give_up(Poll(asked, deadline_s))]
-        if len(self._polls) >= self._config.polls_max:
+        if not self._polls.has_room(asked.project, self._config.polls_max):
             error = too_many_waiting(self._shard, "requests", self._config.polls_max)
             return [Refuse(request_id=asked.request_id, error=error)]
         given_up = self._polls.add(asked, deadline_s)
@@ -397,7 +400,7 @@ class ShardState:
             if now - rollout.touched_at <= keep_s or local in self._drafts:
                 continue
             del self._rollouts[local]
-            self._size_bytes -= rollout.size_bytes
+            self._sizes.add(rollout.begun.project, -rollout.size_bytes)
             for poll in self._polls.of(local):
                 self._polls.remove(poll)
                 effects.append(self._give_up(poll))
@@ -442,8 +445,11 @@ class ShardState:
         assert self._writing is not None or not self._drafts  # noqa: S101  invariant
         assert self._writing is not None or not self._parts  # noqa: S101  invariant
         assert self._waiting_bytes == sum(map(_payload_bytes, self._waiting))  # noqa: S101  invariant
-        total = sum(rollout.size_bytes for rollout in self._rollouts.values())
-        assert self._size_bytes == total  # noqa: S101  invariant
+        sizes: Counter[str] = Counter()
+        for rollout in self._rollouts.values():
+            sizes[rollout.begun.project] += rollout.size_bytes
+        assert self._sizes.counted() == sizes  # noqa: S101  invariant
+        assert self._sizes.total == sizes.total()  # noqa: S101  invariant
         for local, rollout in self._rollouts.items():
             assert rollout.begun.local == local  # noqa: S101  invariant
             numbers = [report.seq for report in rollout.reports]

@@ -139,6 +139,22 @@ def test_after_kill_9_of_supervisor_and_node_down_ends_the_sandboxes_too(other: 
     assert other.leftovers() == []
 
 
+def test_cleaning_up_after_a_killed_platform_leaves_its_successor_of_the_same_name_alone(
+    other: Stack, tmp_path: Path
+) -> None:
+    other.start()
+    assert other.stop(signal.SIGKILL) == -signal.SIGKILL
+    successor = Stack(tmp_path / "successor", name="o")
+    try:
+        successor.start()
+        sandbox = successor.dsec("sandbox", "create", successor.import_host_base()).stdout.strip()
+        assert other.dsec_json("down")["was"] == "killed"
+        assert successor.dsec("sandbox", "exec", sandbox, "echo", "alive").stdout == "alive\n"
+    finally:
+        successor.stop()
+    assert successor.leftovers() == []
+
+
 def test_after_kill_9_of_the_supervisor_up_starts_afresh(other: Stack) -> None:
     other.start()
     assert other.stop(signal.SIGKILL) == -signal.SIGKILL

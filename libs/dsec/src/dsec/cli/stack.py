@@ -94,6 +94,7 @@ def up(
             output.error(error)
             return EXIT_USAGE
         if detach:
+            _refuse_second(layout)
             return await asyncio.to_thread(_detach, output, layout, start_timeout)
         return await _live(output, options)
 
@@ -129,7 +130,8 @@ async def _live(output: Output, options: StackOptions) -> int:
         stopping.cancel()
         starting.cancel()
         await asyncio.gather(starting, stopping, return_exceptions=True)
-        output.say("stopping …")
+        if supervisor.parts():
+            output.say("stopping …")
         await supervisor.stop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.remove_signal_handler(number)
@@ -187,6 +189,13 @@ def _parts_table(output: Output, parts: tuple[PartRecord, ...]) -> None:
             for part in parts
         ),
     )
+
+
+def _refuse_second(layout: Layout) -> None:
+    """Say at once, not in a log, that a platform runs in this directory already."""
+    from dsec.stack.layout import StackLock  # noqa: PLC0415  --help stays quick
+
+    StackLock.take(layout).release()
 
 
 def _detach(output: Output, layout: Layout, start_timeout_s: float) -> int:

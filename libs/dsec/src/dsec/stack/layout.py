@@ -14,7 +14,7 @@ import msgspec
 
 from dsec.connection import CONTEXT_FILE
 from dsec.stack.identity import ProcessIdentity
-from dsec.stack.sweep import remove_run_directory, sweep_node
+from dsec.stack.sweep import hold_node_name, remove_run_directory, sweep_node
 from dsec_common.errors import DsecError, ErrorCode, invalid
 
 #: A node daemon's part is called this and the node's name.
@@ -100,7 +100,8 @@ class Layout:
     def clean_after_crash(self) -> list[str]:
         """End what a killed supervisor left running; return the names of those parts.
 
-        Only call it while holding the stack's lock: then no supervisor is alive.
+        Only call it while holding the stack's lock: then no supervisor is alive. A node whose name
+        another platform of this machine has taken since is that platform's, and left alone.
         """
         record = self.read_record()
         # Services first: what stores their state goes last.
@@ -108,8 +109,12 @@ class Layout:
         ended = [part.name for part in parts if part.process and part.process.end()]
         for part in record.parts if record else ():
             _, is_node, node = part.name.partition(NODE_PART_PREFIX)
-            if is_node and sweep_node(node):
-                ended.append(f"sandboxes of {node}")
+            holder = hold_node_name(node) if is_node else None
+            if holder is None:
+                continue
+            with holder:
+                if sweep_node(node):
+                    ended.append(f"sandboxes of {node}")
         self.remove_traces()
         return ended
 

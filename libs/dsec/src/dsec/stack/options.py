@@ -57,6 +57,8 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise invalid(f"--nodes is at least 1, not {self.nodes}; see also --without-sandboxd")
         for name in self.node_names():
             validate_node(name)
+        if self.kafka == "external" and not self.kafka_bootstrap:
+            raise invalid("--kafka external needs --kafka-bootstrap host:port")
         if self.sandboxd and os.geteuid() != 0:
             raise DsecError(
                 ErrorCode.DENIED,

@@ -14,7 +14,7 @@ from dsec.stack.child import Child, Report
 from dsec.stack.identity import ProcessIdentity
 from dsec.stack.layout import NODE_PART_PREFIX, Layout, PartRecord, StackLock, StackRecord
 from dsec.stack.options import NATS_PORT, StackOptions, service_specs
-from dsec.stack.sweep import sweep_node
+from dsec.stack.sweep import hold_node_name, sweep_node
 from dsec_common import subjects
 from dsec_common.accounts import AuthDirectory
 from dsec_common.bus import Bus, BusConfig
@@ -82,22 +82,16 @@ class Supervisor:
         self._write_record()
 
     def _hold_node_names(self) -> None:
-        """Make sure that no other stack of this machine runs a node of the same name.
-
-        Two daemons of one name would take each other's cgroups for leftovers. An abstract socket
-        is a lock that vanishes with its holder and lies in no directory.
-        """
+        """Make sure that no other stack of this machine runs a node of the same name."""
         for node in self.options.node_names():
-            holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._names.append(holder)
-            try:
-                holder.bind(f"\0dsec-node-{node}")
-            except OSError as error:
+            holder = hold_node_name(node)
+            if holder is None:
                 raise DsecError(
                     ErrorCode.CONFLICT,
                     f"another platform on this machine runs a node called {node}; choose other "
                     "names with --node-prefix",
-                ) from error
+                )
+            self._names.append(holder)
 
     async def _start_nats(self, auth: AuthDirectory) -> NatsServer:
         port = self.options.nats_port

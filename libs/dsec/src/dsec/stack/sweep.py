@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -17,6 +18,21 @@ CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 _GONE_TIMEOUT_S: Final = 5.0
 _POLL_S: Final = 0.01
+
+
+def hold_node_name(node: str) -> socket.socket | None:
+    """Take a node's name on this machine until the socket is closed; None while another has it.
+
+    Two daemons of one name would take each other's cgroups for leftovers. An abstract socket is a
+    lock that vanishes with its holder and lies in no directory.
+    """
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        holder.bind(f"\0dsec-node-{node}")
+    except OSError:
+        holder.close()
+        return None
+    return holder
 
 
 def sweep_node(node: str) -> bool:

@@ -39,6 +39,24 @@ async def test_a_sandbox_is_created_used_and_deleted(stack: Stack, base: str) ->
         assert caught.value.code in {ErrorCode.EXPIRED, ErrorCode.NOT_FOUND}
 
 
+async def test_what_a_file_cannot_be_is_told_in_words(stack: Stack, base: str) -> None:
+    async with (
+        stack.client() as client,
+        await client.create_sandbox(base, disk_bytes=4 * MIB) as sandbox,
+    ):
+        with pytest.raises(DsecError, match="writable layer is full") as caught:
+            await sandbox.write_file("/big", b"x" * (32 * MIB))
+        assert caught.value.code is ErrorCode.EXHAUSTED
+        assert not caught.value.retryable
+        assert "dsec-upload" not in (await sandbox.exec("ls -a /")).stdout_text
+        with pytest.raises(DsecError, match="'/usr' is a directory"):
+            await sandbox.read_file("/usr")
+        await sandbox.make_directory("/mine", mode=0o755)
+        with pytest.raises(DsecError) as caught:
+            await sandbox.write_file("/mine/deep/file", "x", user="nobody")
+        assert caught.value.code is ErrorCode.DENIED
+
+
 async def test_files_go_both_ways_whole(stack: Stack, base: str, tmp_path: Path) -> None:
     data = os.urandom(2 * MIB + 17)
     async with (

@@ -72,9 +72,10 @@ class ScopedId(NamedTuple):
         owner, dot, local = text.partition(".") if isinstance(text, str) else ("", "", "")
         if not dot or not _NODE.fullmatch(owner) or not _LOCAL.fullmatch(local):
             shown = repr(text[:40])
+            example = "s0.ea5lj…" if what == "rollout id" else "node-1.01jq8…"
             raise DsecError(
                 ErrorCode.INVALID,
-                f"{shown} is not a valid {what}: it looks like 'node-1.01jq8…', two parts of "
+                f"{shown} is not a valid {what}: it looks like '{example}', two parts of "
                 "letters, digits, hyphens and underscores joined by one dot",
                 details={"token": what},
             )

@@ -61,8 +61,8 @@ def node_full(node: str, what: str, wanted: float, free: float) -> DsecError:
     """Return the refusal of a placement for which there is no room now."""
     return DsecError(
         ErrorCode.EXHAUSTED,
-        f"node {node} has {free:g} {what} free and {wanted:g} are asked for; try another node, or "
-        "later",
+        f"node {node} has {_count(free)} {what} free and {_count(wanted)} are asked for; try "
+        "another node, or later",
         retry_after_s=1.0,
         details={"node": node, "resource": what, "wanted": wanted, "free": free},
     )
@@ -72,8 +72,8 @@ def node_too_small(node: str, what: str, wanted: float, total: float) -> DsecErr
     """Return the refusal of a placement that this node could never hold."""
     return DsecError(
         ErrorCode.EXHAUSTED,
-        f"node {node} has {total:g} {what} in all and {wanted:g} are asked for; ask for less, or "
-        "add a larger node",
+        f"node {node} has {_count(total)} {what} in all and {_count(wanted)} are asked for; ask "
+        "for less, or add a larger node",
         retryable=False,
         details={"node": node, "resource": what, "wanted": wanted, "total": total},
     )
@@ -101,3 +101,8 @@ def placement_conflict(node: str, local: str) -> DsecError:
 def invalid_field(field: str, message: str) -> DsecError:
     """Return the refusal of one field of a request."""
     return invalid(f"{field}: {message}", field=field)
+
+
+def _count(number: float) -> str:
+    """Return a number that people can read: all digits of bytes, no more than needed of cpus."""
+    return f"{number:,.0f}" if number == int(number) else f"{number:g}"

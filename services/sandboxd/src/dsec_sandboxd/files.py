@@ -68,6 +68,9 @@ _REASON_OF: Final = {
 }
 
 
+#: Failed uploads that are remembered until their last pieces are here.
+_FAILED_MAX: Final = 1024
+
 #: Project, sandbox, upload.
 _Key = tuple[str, str, str]
 
@@ -103,6 +106,7 @@ class Files:
         self._clock = clock
         self._idle_s = idle_s
         self._uploads: dict[_Key, asyncio.Task[_Upload]] = {}
+        self._failed: dict[_Key, DsecError] = {}
 
     # --- Reading ------------------------------------------------------------------------------
 
@@ -234,6 +238,7 @@ class Files:
             await self._finish(key, upload, message)
         except DsecError as error:
             if error.code is not ErrorCode.TIMEOUT:  # after which the missing pieces may come
+                self._remember_failure(key, error)
                 await self._abandon(key)
             raise self._told(record, "write_file", message.path, error) from error
         size_bytes = upload.writer.written_bytes
@@ -243,11 +248,23 @@ class Files:
     async def _upload(self, key: _Key, message: WriteFile) -> _Upload:
         opening = self._uploads.get(key)
         if opening is None:
+            if failure := self._failed.get(key):
+                raise DsecError(
+                    failure.code, failure.message, retryable=False, details={**failure.details}
+                )
             self._check_room(key)
             opening = self._uploads[key] = asyncio.create_task(
                 self._open(key[1], message), name=f"open upload {key}"
             )
         return await asyncio.shield(opening)
+
+    def _remember_failure(self, key: _Key, error: DsecError) -> None:
+        """Have the pieces that are still on their way refused, too: none begins the upload anew."""
+        if error.retryable or key not in self._uploads:
+            return
+        self._failed[key] = error.with_traceback(None)
+        if len(self._failed) > _FAILED_MAX:
+            del self._failed[next(iter(self._failed))]
 
     def _check_room(self, key: _Key) -> None:
         here = sum(1 for other in self._uploads if other[:2] == key[:2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 from typing import Final
@@ -12,6 +13,19 @@ from dsec_common.wire.sandbox import FILE_CHUNK_BYTES
 
 #: A sender has eight pieces on their way; twice that much may wait for one that is late.
 EARLY_BYTES_MAX: Final = 16 * FILE_CHUNK_BYTES
+
+
+def _write_error(error: OSError) -> DsecError:
+    if error.errno != errno.ENOSPC:
+        return from_os_error("write", error)
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        "the sandbox's writable layer is full; remove files, or create a sandbox with more "
+        "disk_bytes and memory_bytes",
+        # The same piece again would begin another upload.
+        retryable=False,
+        details={"operation": "write", "errno": "ENOSPC"},
+    )
 
 
 class OrderedWriter:
@@ -80,8 +94,9 @@ class OrderedWriter:
             try:
                 count = os.pwrite(self.descriptor, view, self.written_bytes)
             except OSError as error:
-                self.fail(from_os_error("write", error))
-                raise from_os_error("write", error) from error
+                failure = _write_error(error)
+                self.fail(failure)
+                raise failure from error
             self._hash.update(view[:count])
             self.written_bytes += count
             view = view[count:]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from dsec_common.errors import Detail, DsecError, ErrorCode, invalid, unavailable
 from dsec_common.wire.sandbox import Limits
+
+_MIB: Final = 1024**2
 
 
 def bad_limit(name: str, value: float, rule: str) -> DsecError:
@@ -49,7 +53,7 @@ def too_large(limits: Limits, node: str, cpus: float, memory_bytes: int) -> Dsec
     return DsecError(
         ErrorCode.EXHAUSTED,
         f"no node could ever hold {_size(limits)}: the largest, {node}, hands out {cpus:g} cpus "
-        f"and {memory_bytes} bytes of memory in all; ask for less",
+        f"and {memory_bytes / _MIB:,.0f} MiB of memory in all; ask for less",
         retryable=False,
         details={"node": node, "cpus": cpus, "memory_bytes": memory_bytes},
     )
@@ -112,4 +116,4 @@ def _count(nodes: int) -> str:
 
 
 def _size(limits: Limits) -> str:
-    return f"a sandbox of {limits.cpus:g} cpus and {limits.memory_bytes} bytes of memory"
+    return f"a sandbox of {limits.cpus:g} cpus and {limits.memory_bytes / _MIB:,.0f} MiB of memory"

@@ -108,6 +108,12 @@ def make_directory(path: str) -> None:
         raise DsecError(
             ErrorCode.CONFLICT, f"the cgroup {path} exists already: remove it first"
         ) from error
+    except FileNotFoundError as error:
+        raise DsecError(
+            ErrorCode.UNAVAILABLE,
+            f"the cgroup {os.path.dirname(path)} of this node is gone; start its sandboxd again",  # noqa: PTH120  as above
+            details={"operation": "mkdir", "path": path, "errno": "ENOENT"},
+        ) from error
     except OSError as error:
         raise from_os_error("mkdir", error, path) from error
 

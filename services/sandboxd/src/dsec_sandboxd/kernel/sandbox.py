@@ -304,6 +304,11 @@ _FILE_CODES: Final = {
     errno.ENXIO: ErrorCode.INVALID,
 }
 _INVALID_REASONS: Final = {errno.EISDIR: "is_directory", errno.ENXIO: "not_a_file"}
+_INVALID_WORDS: Final = {
+    "is_directory": "is a directory; name a file",
+    "not_a_file": "is no regular file; only those are read and written",
+    "invalid_path": "is not a possible path; check its length, names and links",
+}
 
 
 def file_error(path: str, user: str, step: int, error: int) -> DsecError:
@@ -319,7 +324,7 @@ def file_error(path: str, user: str, step: int, error: int) -> DsecError:
     elif code is ErrorCode.INVALID:
         reason = _INVALID_REASONS.get(error, "invalid_path")
         reason = "not_a_file" if operation == "file_kind" and error == errno.EINVAL else reason
-        said, extra = f"{path!r} is not possible here ({reason})", {"reason": reason}
+        said, extra = f"{path!r} {_INVALID_WORDS[reason]}", {"reason": reason}
     else:
         said, extra = f"{path!r}: {os.strerror(error)}", {"what": "path"}
     return DsecError(code, said, details={**base.details, **extra, "path": path})

@@ -122,15 +122,21 @@ static int list_names(const struct request_view *request, struct control_reply *
 static int make_directory(char *path, mode_t mode, bool parents)
 {
     struct stat status;
+    int denied = 0;
     for (char *slash = path + 1; parents && (slash = strchr(slash, '/')); slash++) {
         *slash = 0;
         int result = mkdir(path, 0755);
         *slash = '/';
         if (result < 0 && errno != EEXIST && errno != EROFS && errno != EACCES)
             return -1;
+        if (result < 0 && errno != EEXIST)
+            denied = errno;
     }
     if (mkdir(path, mode) == 0)
         return 0;
+    /* A parent that could not be made is why the last one has none. */
+    if (errno == ENOENT && denied)
+        errno = denied;
     if (parents && errno == EEXIST) {
         if (stat(path, &status) == 0 && S_ISDIR(status.st_mode))
             return 0;

@@ -212,3 +212,8 @@ def test_a_project_made_while_all_runs_works_at_once(stack: Stack) -> None:
         assert bad.returncode == 1, name
         assert "not a valid project name" in bad.stderr
     stack.dsec("project", "rm", "team-cli")
+    # What everybody uses is not removed by a slip.
+    refused = stack.dsec("project", "rm", "default", check=False)
+    assert refused.returncode == 1
+    assert "cannot be removed" in refused.stderr
+    assert "default" in stack.dsec("project", "list").stdout

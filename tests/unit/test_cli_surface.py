@@ -77,6 +77,39 @@ def test_a_command_line_that_cannot_be_meant_exits_with_2(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sandbox", "creat"),
+        ("sandbox", "create", "base@1", "--memory", "much"),
+        ("sandbox", "create", "base@1", "--bogus"),
+        ("logs", "--sandbox", "nameless"),
+        ("up", "--kafka", "external"),
+    ],
+)
+def test_with_json_a_wrong_command_line_is_told_as_json(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    done = _dsec(tmp_path, "--json", *arguments)
+    assert done.returncode in {1, 2}
+    assert done.stdout == ""
+    error = json.loads(done.stderr)["error"]
+    assert error["code"] == "invalid"
+    assert error["message"]
+
+
+def test_a_kafka_that_does_not_answer_is_said_in_time(tmp_path: Path) -> None:
+    done = _dsec(
+        tmp_path, "--servers", "nats://127.0.0.1:1", "logs", "--kafka", "127.0.0.1:1", "--json"
+    )
+    assert done.returncode == 1
+    assert "127.0.0.1:1" in json.loads(done.stderr)["error"]["message"]
+
+
+def test_the_version_is_an_option_too(tmp_path: Path) -> None:
+    assert _dsec(tmp_path, "--version").stdout.startswith("dsec ")
+
+
 def test_a_sandbox_command_that_the_platform_cannot_run_exits_with_125(tmp_path: Path) -> None:
     assert _dsec(tmp_path, "sandbox", "exec", "node-1.x", "true").returncode == 125
 

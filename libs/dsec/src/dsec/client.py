@@ -399,6 +399,7 @@ def limits_of(
     memory_bytes: int | None = None,
     disk_bytes: int | None = None,
     pids: int | None = None,
+    cu: float | None = None,
 ) -> Limits:
     """Return ``limits`` (by default the platform's) with what is given changed."""
     asked: dict[str, Any] = {
@@ -406,6 +407,7 @@ def limits_of(
         "memory_bytes": memory_bytes,
         "disk_bytes": disk_bytes,
         "pids": pids,
+        "cu": cu,
     }
     changes = {name: value for name, value in asked.items() if value is not None}
     return msgspec.structs.replace(limits or Limits(), **changes)

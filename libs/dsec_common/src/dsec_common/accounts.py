@@ -184,8 +184,15 @@ class AuthDirectory:
         Its keys are deleted: a later project of the same name is another account.
 
         Raises:
-            DsecError: ``not_found``; ``invalid``.
+            DsecError: ``not_found``; ``invalid``; ``denied`` for the project ``default``, which
+                belongs to every platform.
         """
+        if name == DEFAULT_PROJECT:
+            raise DsecError(
+                ErrorCode.DENIED,
+                f"the project {name} cannot be removed: it is what clients of this platform use "
+                "unless told otherwise; remove its layers and sandboxes instead",
+            )
         claims = decode_claims(self.project_token(name), self._operator.public_key)
         order = {"type": "generic", "version": 2, "accounts": [claims["sub"]]}
         token = encode_claims(self._operator.public_key, "remove", order, self._operator)

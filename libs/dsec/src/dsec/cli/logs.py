@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 #: longer, since Kafka is asked for its topics before.
 _FIRST_IDLE_S: Final = 3.0
 _IDLE_S: Final = 1.0
+_CONNECT_S: Final = 10.0
 
 
 def logs(
@@ -35,7 +36,7 @@ def logs(
 ) -> None:
     """Print the project's behaviour log, read from Kafka, one record a line.
 
-    Without --follow it prints what is there and ends.
+    Without --follow it prints what is there and ends. Records are in order within each sandbox.
     """
 
     async def work(output: Output) -> None:
@@ -44,7 +45,10 @@ def logs(
         from dsec.connection import resolve_connection  # noqa: PLC0415  as above
         from dsec_common.errors import DsecError, ErrorCode  # noqa: PLC0415  as above
         from dsec_common.log import KafkaConfig, LogConsumer, StartAt  # noqa: PLC0415  as above
+        from dsec_common.subjects import ScopedId  # noqa: PLC0415  as above
 
+        if sandbox:
+            ScopedId.parse(sandbox)
         directory = SETTINGS.state_directory
         context = resolve_connection(
             SETTINGS.servers,
@@ -63,12 +67,23 @@ def logs(
             start_at=StartAt.EARLIEST if from_beginning or not follow else StartAt.LATEST,
             where=(lambda record: record.sandbox_id == sandbox) if sandbox else None,
         )
-        async with consumer:
+        try:
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    await consumer.start()
+            except TimeoutError:
+                raise DsecError(
+                    ErrorCode.UNAVAILABLE,
+                    f"no Kafka at {context.kafka_bootstrap} within {_CONNECT_S:g} s; start it or "
+                    "correct the address",
+                ) from None
             async for record in _records(consumer, follow=follow):
                 if output.json:
                     output.document(record)
                 else:
                     output.text(record.to_text(full=full))
+        finally:
+            await consumer.stop()
 
     run(work, json=json_output)
 

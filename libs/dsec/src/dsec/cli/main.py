@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import platform as host
 import sys
-from typing import Annotated
+from typing import Annotated, Final, cast
 
 import typer
 
 from dsec import __version__
 from dsec.cli import auth, layer, logs, node, project, sandbox, stack
-from dsec.cli.output import SETTINGS, Json, Output, run
+from dsec.cli.output import EXIT_USAGE, SETTINGS, Json, Output, run
+
+#: What every complaint about a command line is.
+_COMMAND_LINE_ERROR: Final = cast("type[Exception]", typer.BadParameter.__base__)
 
 app = typer.Typer(
     name="dsec",
@@ -36,6 +39,12 @@ app.command()(logs.logs)
 app.command()(logs.trace)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dsec {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     *,
@@ -51,6 +60,12 @@ def options(
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and logs.")] = False,
     json_output: Json = False,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
 ) -> None:
     """Take what holds for every command."""
     SETTINGS.servers = servers
@@ -76,7 +91,14 @@ def version(*, json_output: Json = False) -> None:
 
 def main() -> None:
     """Run the command line of this process."""
-    sys.exit(app())
+    if "--json" not in sys.argv:
+        sys.exit(app())
+    try:
+        code = app(standalone_mode=False)
+    except _COMMAND_LINE_ERROR as error:
+        Output(json=True).usage(cast("typer.BadParameter", error).format_message())
+        code = EXIT_USAGE
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from dsec_common.errors import DsecError
+from dsec_common.errors import DsecError, ErrorCode
 
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
@@ -98,6 +98,13 @@ class Output:
         for name, value in facts.items():
             self.text(f"{name:<{width}}  {value}")
 
+    def usage(self, message: str) -> None:
+        """Tell why the command line cannot be meant."""
+        if self.json:
+            self.error(DsecError(ErrorCode.INVALID, message))
+        else:
+            sys.stderr.write(f"{message}\n")
+
     def error(self, error: DsecError) -> None:
         """Tell what failed, where, and what to do."""
         if self.json:
@@ -143,15 +150,17 @@ def run(
         output.error(error)
         raise typer.Exit(failure) from None
     except UsageError as error:
-        sys.stderr.write(f"{error}\n")
+        output.usage(str(error))
         raise typer.Exit(EXIT_USAGE) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except OSError as error:
         if SETTINGS.debug:
             raise
-        where = f" {error.filename}" if error.filename else ""
-        sys.stderr.write(f"error:{where} {error.strerror or error}\n")
+        what = f"{error.filename}: " if error.filename else ""
+        missing = isinstance(error, FileNotFoundError)
+        kind = ErrorCode.NOT_FOUND if missing else ErrorCode.INVALID
+        output.error(DsecError(kind, f"{what}{error.strerror or error}"))
         raise typer.Exit(failure) from None
     if code:
         raise typer.Exit(code)
@@ -195,11 +204,12 @@ def pairs(values: Sequence[str], what: str) -> dict[str, str]:
 _SIZE_UNITS: Final = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 
 
-def size_bytes(text: str) -> int:
+def size_bytes(text: str, what: str = "") -> int:
     """Return the bytes of ``512``, ``256m`` or ``1.5g`` (powers of 1024)."""
     body = text.strip().lower().removesuffix("ib").removesuffix("b")
     unit = body[-1:] if body[-1:].isalpha() else ""
     try:
         return int(float(body.removesuffix(unit)) * _SIZE_UNITS[unit])
     except (KeyError, ValueError, OverflowError):
-        raise UsageError(f"{text!r} is not a size; write 512m or 2g") from None
+        where = f"{what}: " if what else ""
+        raise UsageError(f"{where}{text!r} is not a size; write 512m or 2g") from None

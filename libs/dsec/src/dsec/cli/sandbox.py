@@ -33,6 +33,7 @@ def create(
     memory: Annotated[str | None, typer.Option(help="Memory, such as 512m or 2g.")] = None,
     disk: Annotated[str | None, typer.Option(help="Writable layer, such as 128m.")] = None,
     pids: Annotated[int | None, typer.Option(help="Processes and threads.")] = None,
+    cu: Annotated[float | None, typer.Option(help="Compute Units of GPUs.")] = None,
     env: Annotated[list[str] | None, typer.Option("--env", "-e", help="KEY=VALUE.")] = None,
     label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE.")] = None,
     agent: Annotated[str, typer.Option(help="Agent type in behaviour logs.")] = "",
@@ -51,9 +52,10 @@ def create(
 
         limits = limits_of(
             cpus=cpus,
-            memory_bytes=parse_size(memory) if memory else None,
-            disk_bytes=parse_size(disk) if disk else None,
+            memory_bytes=parse_size(memory, "--memory") if memory else None,
+            disk_bytes=parse_size(disk, "--disk") if disk else None,
             pids=pids,
+            cu=cu,
         )
         variables, labels = pairs(env or (), "--env"), pairs(label or (), "--label")
         async with client() as dsec:
@@ -200,6 +202,8 @@ def exec(  # noqa: A001  the verb that users know
             ):
                 if cut:
                     output.say(f"dsec: {name} was longer and is cut here")
+            if result.oom:
+                output.say("dsec: ended: the sandbox's memory ran out; see --memory of create")
             if result.timed_out:
                 output.say(f"dsec: ended after {result.duration_s:.1f} s: its time ran out")
         if result.timed_out:

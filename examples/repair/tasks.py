@@ -47,8 +47,13 @@ def _fingerprint(*parts: bytes) -> str:
 
 def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    if subprocess.run(command, check=False).returncode != 0:
-        raise RuntimeError(f"pip {' '.join(arguments)} failed; is a package index reachable?")
+    # It also complains of packages that are installed here and have nothing to do with the target.
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"pip {' '.join(arguments)} failed; is a package index reachable? It said:\n"
+            f"{done.stderr[-2000:]}"
+        )
 
 
 async def _exists(client: DSecClient, reference: str) -> bool:

@@ -72,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(chosen: dict[str, Run], options: Options, *, as_json: bool) -> int:
     """Run the chosen benchmarks one after the other, printing each as soon as it is done."""
-    configure_logging("benchmark", level="error")
     reports = []
     for name, run in chosen.items():
         try:
@@ -96,4 +95,5 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    configure_logging("benchmark", level="error")
     sys.exit(main())

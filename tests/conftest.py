@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pluggy
 import pytest
+import uvloop
 
 # Set where every feature is known to be there (in CI): then a skipped test is a failed one.
 NOTHING_MAY_SKIP = os.environ.get("DSEC_TESTS_MAY_NOT_SKIP", "") == "1"
@@ -61,6 +62,16 @@ def _leaks(before: tuple[dict[str, str], ...]) -> list[str]:
     for kind, old, new in zip(kinds, before, (_descriptors(), _children(), _mounts()), strict=True):
         found += [f"{kind} {key}: {new[key]}" for key in new if old.get(key) != new[key]]
     return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_uvloop_keeps() -> None:
+    """Let uvloop open the one pipe that a process's first loop keeps for good."""
+
+    async def nothing() -> None:
+        return
+
+    uvloop.run(nothing())
 
 
 @pytest.fixture(autouse=True)

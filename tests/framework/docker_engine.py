@@ -184,7 +184,9 @@ class DockerEngine:
         if self.attempt("image", "inspect", name).returncode == 0:
             return name
         if others := self.docker("images", "--quiet", "dsec-base").split():
-            self.docker("rmi", "--force", *others)
+            # Whatever was built on an older base goes with it; one that is in use may stay.
+            built = self.docker("images", "--quiet", "--all").split()
+            self.attempt("rmi", "--force", *built, *others)
         changes = [word for change in base.changes() for word in ("--change", change)]
         with subprocess.Popen(
             [*self._client, "import", *changes, "-", name],

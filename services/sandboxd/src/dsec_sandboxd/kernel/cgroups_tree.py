@@ -108,14 +108,26 @@ def make_directory(path: str) -> None:
         raise DsecError(
             ErrorCode.CONFLICT, f"the cgroup {path} exists already: remove it first"
         ) from error
-    except FileNotFoundError as error:
-        raise DsecError(
-            ErrorCode.UNAVAILABLE,
-            f"the cgroup {os.path.dirname(path)} of this node is gone; start its sandboxd again",  # noqa: PTH120  as above
-            details={"operation": "mkdir", "path": path, "errno": "ENOENT"},
-        ) from error
     except OSError as error:
         raise from_os_error("mkdir", error, path) from error
+
+
+def make_sandbox_directory(path: str) -> None:
+    """Make a sandbox's cgroup in its node's.
+
+    Raises:
+        DsecError: as :func:`make_directory`; ``unavailable`` when the node's own is gone.
+    """
+    try:
+        make_directory(path)
+    except DsecError as error:
+        if not is_gone(error):
+            raise
+        raise DsecError(
+            ErrorCode.UNAVAILABLE,
+            f"the cgroup {Path(path).parent} of this node is gone; start its sandboxd again",
+            details=error.details,
+        ) from error
 
 
 def remove_directory(path: str) -> bool:

@@ -21,7 +21,7 @@ from dsec_sandboxd.kernel.cgroups_layout import (
 from dsec_sandboxd.kernel.cgroups_tree import (
     UnifiedCgroup,
     UnifiedDriver,
-    make_directory,
+    make_sandbox_directory,
     open_path,
     read_field,
     read_file,
@@ -202,7 +202,7 @@ class HybridDriver(UnifiedDriver):
         made: list[str] = []
         try:
             for directory in (cgroup.directory, *cgroup.v1.values()):
-                make_directory(directory)
+                make_sandbox_directory(directory)
                 made.append(directory)
             write_limits(cgroup.v1["memory"], cgroup.v1["cpu"], cgroup.v1["pids"], limits)
             cgroup.watch_oom(end_all=limits.end_all_on_oom)

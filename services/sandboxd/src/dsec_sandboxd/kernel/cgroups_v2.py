@@ -18,7 +18,7 @@ from dsec_sandboxd.kernel.cgroups_tree import (
     UnifiedCgroup,
     UnifiedDriver,
     is_gone,
-    make_directory,
+    make_sandbox_directory,
     read_field,
     read_file,
     write_file,
@@ -171,7 +171,7 @@ class V2Driver(UnifiedDriver):
     def create(self, local: str, limits: CgroupLimits) -> V2Cgroup:
         """Make a sandbox's cgroup with its limits; see ``CgroupDriver.create``."""
         cgroup = self.adopt(local)
-        make_directory(cgroup.directory)
+        make_sandbox_directory(cgroup.directory)
         try:
             write_limits(cgroup.directory, limits)
             cgroup.watch_oom()

@@ -39,7 +39,9 @@ async def test_a_sandbox_is_created_used_and_deleted(stack: Stack, base: str) ->
         assert caught.value.code in {ErrorCode.EXPIRED, ErrorCode.NOT_FOUND}
 
 
-async def test_what_a_file_cannot_be_is_told_in_words(stack: Stack, base: str) -> None:
+async def test_what_a_file_cannot_be_is_told_in_words(
+    stack: Stack, base: str, tmp_path: Path
+) -> None:
     async with (
         stack.client() as client,
         await client.create_sandbox(base, disk_bytes=4 * MIB) as sandbox,
@@ -55,6 +57,10 @@ async def test_what_a_file_cannot_be_is_told_in_words(stack: Stack, base: str) -
         with pytest.raises(DsecError) as caught:
             await sandbox.write_file("/mine/deep/file", "x", user="nobody")
         assert caught.value.code is ErrorCode.DENIED
+        with pytest.raises(DsecError, match="'/proc/mine': No such file"):
+            await sandbox.write_file("/proc/mine", "x")
+        with pytest.raises(FileNotFoundError, match=r"/nowhere'$"):
+            await sandbox.download("/etc/passwd", tmp_path / "nowhere/passwd")
 
 
 async def test_files_go_both_ways_whole(stack: Stack, base: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import stat as stat_bits
@@ -116,6 +117,8 @@ class Files:
             DsecError: as :meth:`read`.
             OSError: when ``local`` cannot be written.
         """
+        if not local.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(local.parent))
         temporary = local.with_name(f".{local.name}.{new_id()}")
         try:
             for attempt in range(_TORN_READS_MAX):

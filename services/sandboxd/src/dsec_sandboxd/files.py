@@ -301,7 +301,14 @@ class Files:
             if error.code is not ErrorCode.NOT_FOUND or not message.make_parents:
                 raise
             await self._kernel.make_directory(local, parent, parents=True, user=user)
-            descriptor = await create()
+            try:
+                descriptor = await create()
+            except DsecError as again:
+                # The caller knows nothing of the temporary name.
+                said = again.message.replace(temporary, message.path)
+                raise DsecError(
+                    again.code, said, details={**again.details, "path": message.path}
+                ) from again
         return _Upload(message, temporary, descriptor, self._clock.now())
 
     async def _finish(self, key: _Key, upload: _Upload, message: WriteFile) -> None:

@@ -22,9 +22,6 @@ from kernel_world import MIB, NODE, Layers, cgroups_left, wait_until_dead
 BUSY_DAEMON = """
 import asyncio, sys
 from pathlib import Path
-from dsec_common.errors import DsecError
-from attack_world import AttackWorld
-from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.interface import CommandSpec, OpenMode, SandboxSpec
 from dsec_sandboxd.kernel.linux import LinuxKernel
 
@@ -55,7 +52,11 @@ async def _kill_a_busy_daemon(layers: Layers, after_s: float) -> int:
         sys.executable, "-c", BUSY_DAEMON, NODE, str(layers.base), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    spawner = int(await process.stdout.readline())
+    first_line = await process.stdout.readline()
+    if not first_line:
+        await process.communicate()
+        pytest.fail("the daemon did not start: its standard error says why")
+    spawner = int(first_line)
     # The moment is the point of the test: whatever the daemon does then is cut short.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), after_s)

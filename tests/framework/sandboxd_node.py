@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ from dsec_sandboxd.kernel.interface import Kernel
 from dsec_sandboxd.layers.store import LayerStore
 from dsec_sandboxd.service import SandboxdService
 
-NODE = "node-1"
+NODE = f"component-{os.getpid()}"
 BASE = "base@1"
 TOOLKIT = "tools@1"
 R = TypeVar("R", bound=Message)

@@ -200,3 +200,15 @@ async def test_the_descriptors_of_a_sandbox_are_few(world: World) -> None:
         await world.create(name)
         await world.say("true", local=name)
     assert (len(descriptors_of()) - before) / 2 <= 6
+
+
+async def test_a_second_daemon_of_the_same_name_is_refused_and_the_first_goes_on(
+    world: World,
+) -> None:
+    await world.create()
+    second = LinuxKernel(NODE)
+    with pytest.raises(DsecError, match="another name") as caught:
+        await second.start()
+    assert caught.value.code is ErrorCode.CONFLICT
+    await second.close()
+    assert (await world.shell("echo alive")).stdout == b"alive\n"

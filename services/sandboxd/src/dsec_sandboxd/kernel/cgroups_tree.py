@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import time
 from pathlib import Path
@@ -311,6 +312,30 @@ class UnifiedCgroup:
             os.chown(path, base_uid, -1)
         except OSError as error:
             raise from_os_error("chown", error, path) from error
+
+
+def lock_node(layout: Layout, node: str) -> int:
+    """Make the node's directory this process's alone; return the descriptor that holds it.
+
+    A second daemon of the same name would take the sandboxes of the first for leftovers. The lock
+    ends with the descriptor, so with the process, however that ends.
+
+    Raises:
+        DsecError: ``conflict`` while another process has it.
+    """
+    directory = layout.unified / f"dsec-{check_name('node', node)}"
+    directory.mkdir(mode=0o755, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise DsecError(
+            ErrorCode.CONFLICT,
+            f"another sandboxd of this host runs the node {node} (it holds {directory}): stop it, "
+            "or give this node another name",
+        ) from error
+    return descriptor
 
 
 class UnifiedDriver:

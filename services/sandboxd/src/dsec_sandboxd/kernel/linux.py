@@ -16,6 +16,7 @@ from dsec_common.errors import (
     unavailable,
 )
 from dsec_sandboxd.kernel.cgroups import detect_layout, open_driver
+from dsec_sandboxd.kernel.cgroups_tree import lock_node
 from dsec_sandboxd.kernel.command import out_of_descriptors
 from dsec_sandboxd.kernel.init import ended_error
 from dsec_sandboxd.kernel.interface import EndCause, SandboxEnded, SandboxUsage
@@ -85,6 +86,7 @@ class LinuxKernel:
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots: SlotPool | None = None
         self._driver: CgroupDriver | None = None
+        self._node_lock = -1
         self._warm = 0
         self._closed = False
 
@@ -95,8 +97,9 @@ class LinuxKernel:
         require_host()
         layout = detect_layout()
         facts = read_facts(layout)
-        self._driver = open_driver(layout, self._node)
+        self._node_lock = lock_node(layout, self._node)
         try:
+            self._driver = open_driver(layout, self._node)
             self._slots = SlotPool()
             await self._living_spawner()
             await self._warm_slots()
@@ -134,6 +137,9 @@ class LinuxKernel:
         if self._driver is not None:
             asyncio.get_running_loop().remove_reader(self._driver.oom_fileno())
             self._driver.close()
+        if self._node_lock >= 0:
+            os.close(self._node_lock)
+            self._node_lock = -1
         self._ended.put_nowait(None)
 
     async def ended(self) -> AsyncIterator[SandboxEnded]:

@@ -10,6 +10,7 @@
 #include "spawner.h"
 
 #include <grp.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
@@ -19,6 +20,9 @@
 #include <linux/seccomp.h>
 
 #define PTYS_MAX "16"
+
+/* For the moment between our birth and the death signal's request; the spawner takes milliseconds. */
+#define SPAWNER_TIMEOUT_MS 10000
 
 /* Below LONG_LIVED_FD_MIN and above anything a request brings. */
 #define CONTROL_FD_TEMPORARY 900
@@ -47,7 +51,10 @@ static void shake_hands(const struct child_plan *plan, int *mounts, int *mount_c
     if (packet_send(plan->control_fd, &here, sizeof here, NULL, 0, 0) < 0)
         _exit(1);
     int wanted = plan->request->flags & CREATE_HAS_RUN_MOUNT ? 3 : 2;
-    /* The host end is also in our table: should the spawner die here, the daemon kills our cgroup. */
+    /* The host end is also in our table: should the spawner die here, there is no end of file. */
+    struct pollfd polled = {.fd = plan->control_fd, .events = POLLIN};
+    if (poll(&polled, 1, SPAWNER_TIMEOUT_MS) <= 0)
+        _exit(1);
     if (packet_receive(plan->control_fd, &go, 1, mounts, mount_count, 0) != 1 || *mount_count != wanted)
         broken(plan->control_fd, STEP_HANDSHAKE);
 }
@@ -204,12 +211,14 @@ _Noreturn void child_main(const struct child_plan *given)
     struct child_plan plan = *given;
     int mounts[DSEC_DESCRIPTORS_MAX], mount_count;
 
+    /* Without the spawner nothing comes of us. Taken back below: PID 1 lives on. */
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
     own_descriptors(&plan);
     enter_controllers(&plan);
     shake_hands(&plan, mounts, &mount_count);
     if (unshare(CLONE_NEWCGROUP) < 0)
         broken(plan.control_fd, STEP_CGROUP_NAMESPACE);
-    if (setresgid(0, 0, 0) < 0 || setgroups(0, NULL) < 0 || setresuid(0, 0, 0) < 0)
+    if (prctl(PR_SET_PDEATHSIG, 0) < 0 || setresgid(0, 0, 0) < 0 || setgroups(0, NULL) < 0 || setresuid(0, 0, 0) < 0)
         broken(plan.control_fd, STEP_IDENTITY);
     if (sethostname(plan.request->hostname, strlen(plan.request->hostname)) < 0)
         broken(plan.control_fd, STEP_HOSTNAME);

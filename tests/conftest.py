@@ -6,10 +6,11 @@ Session-wide servers are set up before a test's own fixtures, so they are part o
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import pluggy
@@ -56,12 +57,31 @@ def _mounts() -> dict[str, str]:
     return {line.split()[0]: line for line in lines}
 
 
-def _leaks(before: tuple[dict[str, str], ...]) -> list[str]:
-    kinds = ("descriptor", "process", "mount")
-    found = []
-    for kind, old, new in zip(kinds, before, (_descriptors(), _children(), _mounts()), strict=True):
-        found += [f"{kind} {key}: {new[key]}" for key in new if old.get(key) != new[key]]
-    return found
+def _cgroups() -> dict[str, str]:
+    """Return the nodes' directories in every hierarchy: the v1 controllers', v2's own, or both."""
+    root = Path("/sys/fs/cgroup")
+    return {str(path): "" for pattern in ("dsec-*", "*/dsec-*") for path in root.glob(pattern)}
+
+
+_KINDS = {
+    "descriptor": _descriptors,
+    "process": _children,
+    "mount": _mounts,
+    "cgroup": _cgroups,
+}
+
+
+def _held() -> dict[str, dict[str, str]]:
+    return {kind: look() for kind, look in _KINDS.items()}
+
+
+def _leaks(before: dict[str, dict[str, str]]) -> list[str]:
+    return [
+        f"{kind} {key}: {value}"
+        for kind, held in _held().items()
+        for key, value in held.items()
+        if before[kind].get(key) != value
+    ]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,9 +96,9 @@ def what_uvloop_keeps() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fail the test that leaked a descriptor, a child process or a mount."""
+    """Fail the test that leaked a descriptor, a child process, a mount or a cgroup."""
     gc.collect()
-    before = (_descriptors(), _children(), _mounts())
+    before = _held()
     yield
     deadline = time.monotonic() + SETTLE_S
     while leaks := _leaks(before):
@@ -96,3 +116,15 @@ def pytest_runtest_makereport() -> Generator[None, pluggy.Result[pytest.TestRepo
     if NOTHING_MAY_SKIP and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped where nothing may be: {report.longrepr}"
+
+
+@pytest.fixture(autouse=True)
+async def no_task_is_left(nothing_is_left_behind: None) -> AsyncIterator[None]:
+    """Fail the test whose tasks outlive it and all its fixtures."""
+    before = asyncio.all_tasks()
+    yield
+    deadline = time.monotonic() + SETTLE_S
+    while left := asyncio.all_tasks() - before - {asyncio.current_task()}:
+        if time.monotonic() > deadline:
+            pytest.fail("the test left tasks:\n  " + "\n  ".join(map(repr, left)))
+        await asyncio.sleep(0.01)

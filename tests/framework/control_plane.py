@@ -15,7 +15,7 @@ from dsec_broker.service import BrokerService
 from dsec_common import subjects
 from dsec_common.bus import Bus, Request
 from dsec_common.config import ServiceConfig
-from dsec_common.errors import DsecError, not_found
+from dsec_common.errors import DsecError, ErrorCode, not_found
 from dsec_common.service import Service
 from dsec_common.subjects import ScopedId
 from dsec_common.testing.nats import NatsForTests
@@ -154,7 +154,9 @@ class NodePeer:
             raise self.refusal
         limits = message.request.limits
         taken = sum(info.limits.memory_bytes for _, info in self.sandboxes.values())
-        assert taken + limits.memory_bytes <= self.capacity.memory_bytes
+        if taken + limits.memory_bytes > self.capacity.memory_bytes:
+            # The node has the last word: the scheduler may ask one that only seems full to it.
+            raise DsecError(ErrorCode.EXHAUSTED, f"{self.name} is full", retry_after_s=0.1)
         await self._thaw.wait()
         created = self._make(message)
         if self.before_answer is not None:

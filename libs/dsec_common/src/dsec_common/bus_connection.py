@@ -104,6 +104,9 @@ class Connection:
         # RuntimeError is uvloop's: the server's end went while the last bytes were being written.
         with contextlib.suppress(nats.errors.Error, OSError, RuntimeError):
             await self.client.close()
+        # A close that failed half-way has not come to these.
+        for subscription in self.client._subs.values():  # noqa: SLF001  it offers no other way
+            subscription._stop_processing()  # noqa: SLF001  same
         # The client cancels its tasks without awaiting them; let them end before the loop may.
         await asyncio.sleep(0)
 

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic
+from typing import TYPE_CHECKING, Any, Final, Generic
 
 import nats.errors
 import nats.js.errors
@@ -210,5 +210,18 @@ class KeyValue(Generic[MessageT]):
                 value = None if gone else decode(update.value, self._message_type)
                 yield Entry(update.key, value, update.revision or 0)
         finally:
+            _cancel_checks(watcher)
             if not self._client.is_closed:
                 await watcher.stop()  # type: ignore[no-untyped-call]
+
+
+def _cancel_checks(watcher: Any) -> None:
+    """End the tasks that check a watcher's heartbeats and flow.
+
+    The client does so only where it can still unsubscribe. Left alone on a connection that drains,
+    the one takes the silence for a lost consumer and makes new ones for as long as it lives.
+    """
+    state = watcher._sub._sub._jsi  # noqa: SLF001  the client offers no other way
+    for task in (state._hbtask, state._fctask):  # noqa: SLF001  same
+        if task is not None:
+            task.cancel()

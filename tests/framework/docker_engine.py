@@ -107,6 +107,8 @@ class DockerEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                # What it and containerd leave in the folder for such things goes with ours.
+                env={**os.environ, "TMPDIR": str(self.run_directory)},
                 process_group=0,
                 # Should we be killed, the lock is held until the daemon has ended, too.
                 pass_fds=(self._lock.fileno(),),

@@ -212,8 +212,14 @@ class ApacheKafka(_LocalKafka):
         properties.write_text(self._properties(free_port()), encoding="utf-8")
         logging = self._directory / "log4j2.properties"
         logging.write_text(_LOG4J, encoding="utf-8")
+        # The JVM leaves unpacked libraries behind when it is killed: not in everybody's folder.
+        temporary = self._directory / "tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
         java = [
             "java",
+            f"-Djava.io.tmpdir={temporary}",
+            "-XX:-UsePerfData",
             f"-Xmx{self._heap_mib}m",
             "-Xms64m",
             "-XX:+UseSerialGC",

@@ -16,8 +16,6 @@ from dsec_common.behavior import BehaviorLog
 from dsec_common.bus_types import ReplyAddress, Request
 from dsec_common.clock import SystemClock
 from dsec_common.errors import DsecError, ErrorCode, unavailable
-from dsec_common.wire.base import Message
-from dsec_common.wire.layer import LayerKind
 from dsec_common.wire.node import ListNodeSandboxes, PlaceSandbox, Resources
 from dsec_common.wire.sandbox import (
     CreateSandbox,
@@ -39,96 +37,16 @@ from dsec_sandboxd.kernel.interface import EndCause as KernelEndCause
 from dsec_sandboxd.kernel.recording import RecordingKernel
 from dsec_sandboxd.layer_cache import LayerCache
 from dsec_sandboxd.layer_holds import LayerHolds
-from dsec_sandboxd.layers.records import Layer
 from dsec_sandboxd.lifecycle import Parts, Sandboxes
 from dsec_sandboxd.making import Maker
 from dsec_sandboxd.record_store import RecordStore
-from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.run_directory import RunDirectory
 from dsec_sandboxd.state import NodeState
 from dsec_sandboxd.step_log import StepLog
+from node_neighbours import Caller, Layers, Memory, Sockets, Stream
 
 NODE = "n1"
 MIB = 1024 * 1024
-
-
-class Layers:
-    """A project's layers by reference."""
-
-    def __init__(self) -> None:
-        self.references_version = "1"
-        self.asked: list[str] = []
-
-    async def resolve(self, project: str, reference: str) -> Layer:
-        self.asked.append(reference)
-        name, _, version = reference.partition("@")
-        return Layer(
-            project=project,
-            name=name,
-            version=version,
-            digest=f"sha256:{name}",
-            kind=LayerKind(name) if name in set(LayerKind) else LayerKind.TOOLKIT,
-            size_bytes=1,
-            entries=1,
-            created_at=0.0,
-            source_digest="",
-            image_path=Path("/images") / name,
-        )
-
-
-class Memory:
-    def memory_bytes_available(self) -> int:
-        return 1 << 40
-
-
-class Caller:
-    """Whoever waits for an answer that the scheduler handed on."""
-
-    def __init__(self) -> None:
-        self.answers: list[Message] = []
-        self.gone = False
-
-    async def reply(self, to: ReplyAddress, message: Message) -> None:
-        if self.gone:
-            raise unavailable(f"nobody at {to.subject}")
-        self.answers.append(message)
-
-
-class Stream:
-    """A stream that remembers, and can be away."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, Message]] = []
-        self.away = False
-        self.asked = asyncio.Event()
-
-    async def js_publish(self, subject: str, message: Message, *, message_id: str = "") -> int:
-        self.asked.set()
-        if self.away:
-            raise unavailable("JetStream is away")
-        assert message_id == message.message_id
-        self.events.append((subject, message))
-        return len(self.events)
-
-
-class Sockets:
-    """Agent sockets that can refuse to open."""
-
-    def __init__(self) -> None:
-        self.open_now: set[str] = set()
-        self.refuse = False
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def open(self, record: SandboxRecord, directory: Path) -> None:
-        await self.gate.wait()
-        if self.refuse:
-            raise unavailable("no socket")
-        (directory / "agent.sock").touch()
-        self.open_now.add(record.local)
-
-    async def close(self, local: str) -> None:
-        self.open_now.discard(local)
 
 
 class World:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import importlib.util
 import shutil
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -96,7 +97,7 @@ class ExternalKafka:
         raise DsecError(ErrorCode.UNSUPPORTED, "an external Kafka is not ours to kill")
 
 
-class _LocalKafka:
+class _LocalKafka(ABC):
     """What the two brokers that we start have in common: a port, a process, a log file."""
 
     name = "local"
@@ -154,10 +155,11 @@ class _LocalKafka:
         await _wait_ready(self.bootstrap_servers, self._child)
         await self._furnish()
 
+    @abstractmethod
     async def _prepare(self) -> list[str]:
-        raise NotImplementedError
+        """Lay out what the broker needs and return its command line."""
 
-    async def _furnish(self) -> None:
+    async def _furnish(self) -> None:  # noqa: B027  a hook that one of the two needs
         """Set up what the broker needs once it answers."""
 
     async def stop(self) -> None:

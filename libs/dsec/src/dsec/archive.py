@@ -62,6 +62,14 @@ def tree_size_bytes(directory: Path) -> int:
     return total
 
 
+class TreeCounter:
+    """What a stream has carried so far; with ``plain`` it leaves out pipes and devices."""
+
+    def __init__(self, *, plain: bool = False) -> None:
+        self.plain = plain
+        self.files = 0
+
+
 def _own(member: tarfile.TarInfo) -> tarfile.TarInfo:
     """Give what nobody in a sandbox could own to root, and forget names: ids are what counts."""
     member.uid = member.uid if member.uid < _IDS else 0
@@ -70,23 +78,33 @@ def _own(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def _write_tree(directory: Path, archive: tarfile.TarFile, prefix: str = "") -> None:
+def _write_tree(
+    directory: str, archive: tarfile.TarFile, count: TreeCounter, prefix: str = ""
+) -> None:
     # Sorted, so that the same tree is the same stream.
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         name = f"{prefix}{entry.name}"
+        if entry.is_file(follow_symlinks=False):
+            count.files += 1
+        elif count.plain and not (entry.is_dir(follow_symlinks=False) or entry.is_symlink()):
+            continue  # a pipe or device means nothing elsewhere
         archive.add(entry.path, name, recursive=False, filter=_own)
         if entry.is_dir(follow_symlinks=False):
-            _write_tree(Path(entry.path), archive, f"{name}/")
+            _write_tree(entry.path, archive, count, f"{name}/")
 
 
-def _write_archive(directory: Path, writer: _PieceWriter) -> None:
+def _write_archive(directory: Path, writer: _PieceWriter, count: TreeCounter) -> None:
     stream: Any = writer  # tarfile asks for a whole file object; a stream is only written to
-    with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-        _write_tree(directory, archive)
+    # Whole seconds in one block for each name, where a layer keeps fractions in three.
+    form = tarfile.GNU_FORMAT if count.plain else tarfile.PAX_FORMAT
+    with tarfile.open(fileobj=stream, mode="w|", format=form) as archive:
+        _write_tree(str(directory), archive, count)
     writer.finish()
 
 
-async def tar_pieces(directory: Path, piece_bytes: int) -> AsyncGenerator[bytes, None]:
+async def tar_pieces(
+    directory: Path, piece_bytes: int, count: TreeCounter | None = None
+) -> AsyncGenerator[bytes, None]:
     """Yield the tree below ``directory`` as one tar archive, in pieces of ``piece_bytes``.
 
     Modes, times, hard links, symbolic links and owners are kept; an owner id that no sandbox has
@@ -100,7 +118,9 @@ async def tar_pieces(directory: Path, piece_bytes: int) -> AsyncGenerator[bytes,
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[bytes] = asyncio.Queue(_QUEUE_PIECES)
     writer = _PieceWriter(loop, queue, piece_bytes)
-    work = asyncio.ensure_future(asyncio.to_thread(_write_archive, directory, writer))
+    work = asyncio.ensure_future(
+        asyncio.to_thread(_write_archive, directory, writer, count or TreeCounter())
+    )
     work.add_done_callback(lambda _: queue.put_nowait(b"") if not queue.full() else None)
     try:
         while not (work.done() and queue.empty()):

@@ -2,46 +2,64 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, Unpack
 
 import msgspec
 
-from dsec.channel import ANSWER_PATIENCE_S, ATTEMPTS_MAX, Channel
+from dsec.agents import Agents
+from dsec.channel import ANSWER_PATIENCE_S, AWAY_S, Channel
 from dsec.connection import Context, resolve_connection
+from dsec.creating import (
+    CreateOptions,
+    command_of,
+    create_request,
+    idle_action_of,
+    limits_of,
+)
+from dsec.dags import Dags
 from dsec.events import EventHub, EventStream
+from dsec.inventory import Readings
 from dsec.layers import Layers
+from dsec.listing import ListFilters, list_request
+from dsec.network import Policy
+from dsec.pools import Functions
+from dsec.queueing import queued
+from dsec.results import ExecResult
 from dsec.rollouts import Rollouts
 from dsec.sandbox import Sandbox
+from dsec.snapshots import Snapshot, Snapshots
+from dsec.waiting import Waits
 from dsec_common import subjects
 from dsec_common.bus import Bus, BusConfig
+from dsec_common.compute.model import GpuDemand, ServiceClass
 from dsec_common.errors import DsecError, ErrorCode, invalid
-from dsec_common.subjects import ScopedId
-from dsec_common.wire.base import Message
-from dsec_common.wire.node import InspectNode, ListNodes, NodeInfo, NodeList
 from dsec_common.wire.sandbox import (
     CreateSandbox,
+    ExecCommand,
+    IdleAction,
     Limits,
-    ListSandboxes,
     SandboxCreated,
     SandboxInfo,
     SandboxList,
-    SandboxRefused,
-    SandboxRunning,
 )
-from dsec_common.wire.trace import GetTrace, Trace
+from dsec_common.wire.task import WarmUse
 
 _TIMEOUT_S: Final = 10.0
 #: The platform answers within the caller's time; its answer says more than our giving up.
 _ANSWER_MARGIN_S: Final = 2.0
+#: A time that makes sense for a request at all.
+_WORTH_ASKING_S: Final = 0.1  # with less left, no node makes a sandbox any more
+_LEAST_S: Final = 0.01
+#: A node ends a command at its time (TERM, then KILL), and then answers.
+_COMMAND_MARGIN_S: Final = 15.0
 
 
-class DSecClient:
+class DSecClient(Functions, Readings, Waits):
     """A project's way to the platform: ``async with DSecClient() as client: …``.
 
     Without arguments it finds the platform by the environment (``DSEC_NATS_SERVERS``,
@@ -109,7 +127,10 @@ class DSecClient:
 
     async def close(self) -> None:
         """Let go of the connection. Sandboxes live on unless their own context ended."""
-        channel, self._channel, self._events = self._channel, None, None
+        channel, self._channel = self._channel, None
+        events, self._events = self._events, None
+        if events is not None:
+            await events.aclose()
         if channel is not None:
             await channel.bus.drain()
 
@@ -139,7 +160,7 @@ class DSecClient:
 
     async def create_sandbox(
         self,
-        base: str,
+        base: str = "",
         *,
         workspace: str = "",
         toolkits: Iterable[str] = (),
@@ -149,42 +170,76 @@ class DSecClient:
         disk_bytes: int | None = None,
         pids: int | None = None,
         env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        user: str = "",
         labels: Mapping[str, str] | None = None,
         agent: str = "",
+        agent_version: str = "",
         rollout_id: str = "",
         ttl_s: float = 0.0,
+        idle_ttl_s: float = 0.0,
+        idle_action: IdleAction | str = IdleAction.END,
+        command: str | Sequence[str] | ExecCommand | None = None,
+        command_timeout_s: float = 60.0,
+        network: Policy | None = None,
+        setup_network: Policy | None = None,
+        snapshot: Snapshot | str = "",
+        warm: WarmUse | str = WarmUse.PREFER,
         idempotency_key: str = "",
+        gpu: GpuDemand | None = None,
+        service_class: ServiceClass | str = ServiceClass.STANDARD,
+        priority: int = 0,
+        request_id: str = "",
         timeout_s: float = 30.0,
     ) -> Sandbox:
         """Return a running sandbox; use it as an async context manager to have it deleted.
 
-        While the platform is full it asks again a few times within ``timeout_s``; it never asks
+        While the platform is full it goes on asking for ``timeout_s``; it never asks
         again when that could make two sandboxes. With an ``idempotency_key`` it always may.
 
         Args:
-            base: the base layer, ``name@version`` or ``sha256:…``.
+            base: the base layer, ``name@version`` or ``sha256:…``; none with a ``snapshot``.
             workspace: the layer over it.
-            toolkits: the layers on top, lowest first.
+            toolkits: the layers on top, toolkits and data, lowest first.
+            snapshot: a snapshot, or its id, with whose files and layers it begins.
             limits: what it may use; ``cpus``, ``memory_bytes``, ``disk_bytes`` and ``pids`` change
                 single limits.
             cpus: processors' worth of CPU time.
             memory_bytes: memory, the writable layer included.
             disk_bytes: size of the writable layer.
             pids: processes and threads.
-            env: variables of every command.
+            env: variables of every command, on top of those that the base's image says.
+            cwd: working directory of commands that name none; by default the base's image's, or /.
+            user: of commands that name none; by default the base's image's, or root.
             labels: the caller's own, for listings.
-            agent: the agent type written into behaviour logs.
+            agent: the agent type written into behaviour logs. If the project has registered such
+                an agent, the sandbox is an instance of its active version.
+            agent_version: of this version instead; ``active`` if it has to be registered.
             rollout_id: the rollout that its agent socket belongs to.
-            ttl_s: its node ends it after this many seconds; 0 means never.
-            idempotency_key: the same key with the same arguments is the same sandbox.
-            timeout_s: how long to wait.
+            ttl_s: its node ends it after so many seconds; 0: never. See :meth:`Sandbox.touch`.
+            idle_ttl_s: after so many seconds without use its node ends or pauses it; 0 means never.
+            idle_action: ``end`` or ``pause``.
+            command: run at once, in the same round trip; see :attr:`Sandbox.first_result`. A
+                command that fails leaves the sandbox as it is.
+            command_timeout_s: its time limit, unless it is an ``ExecCommand`` of its own.
+            network: what it may reach, as :func:`dsec.network.network_policy` takes it; None is
+                nothing.
+            setup_network: what it may reach until ``sandbox.network.enter_agent_phase()``.
+            warm: ``prefer`` one that waits in a pool, ``require`` it, or ``bypass`` pools.
+            idempotency_key: the same key with the same arguments is the same sandbox, and the
+                command is not run again.
+            gpu: what it needs of a node's GPUs; it waits for them for ``timeout_s``.
+            service_class: ``realtime``, ``standard`` or ``batch``: in which queue it waits.
+            priority: among the project's own that wait; the higher goes first.
+            request_id: by which :meth:`explain_waiting` and :meth:`cancel_waiting` know it while it
+                waits; by default one of its own.
+            timeout_s: how long to wait for the sandbox.
 
         Raises:
             DsecError: ``not_found`` for an unknown layer, ``invalid``, ``exhausted`` when there is
                 no room, ``unavailable`` without nodes, ``conflict`` for a key used otherwise.
         """
-        channel = self._connected()
-        request = _create_request(
+        request = create_request(
             base,
             workspace=workspace,
             toolkits=toolkits,
@@ -192,27 +247,102 @@ class DSecClient:
                 limits, cpus=cpus, memory_bytes=memory_bytes, disk_bytes=disk_bytes, pids=pids
             ),
             env=env,
+            cwd=cwd,
+            user=user,
             labels=labels,
             agent=agent,
+            agent_version=agent_version,
             rollout_id=rollout_id,
             ttl_s=ttl_s,
+            idle_ttl_s=idle_ttl_s,
+            idle_action=idle_action_of(idle_action),
+            command=None if command is None else command_of(command, timeout_s=command_timeout_s),
+            network=network,
+            setup_network=setup_network,
+            snapshot=snapshot,
+            warm=warm,
             idempotency_key=idempotency_key,
+            gpu=gpu,
+            service_class=service_class,
+            priority=priority,
+            request_id=request_id,
             timeout_s=timeout_s,
         )
+        return await self._create(request)
+
+    async def _create(self, request: CreateSandbox) -> Sandbox:
+        channel, command = self._connected(), request.command
+        # The node refuses a time that makes no sense; its answer is waited for.
+        command_s = max(command.timeout_s, 0.0) + _COMMAND_MARGIN_S if command else 0.0
+
+        def with_less_time(left_s: float) -> CreateSandbox:
+            for_sandbox_s = max(left_s - command_s - _ANSWER_MARGIN_S, _LEAST_S)
+            return msgspec.structs.replace(request, timeout_s=min(request.timeout_s, for_sandbox_s))
+
         created = await channel.ask(
             subjects.sandbox_create(self.project),
             request,
             SandboxCreated,
-            timeout_s=timeout_s + _ANSWER_MARGIN_S,
-            repeatable=bool(idempotency_key),
-            attempts_max=ATTEMPTS_MAX,
-            patience_s=ANSWER_PATIENCE_S,
+            # With a key the same request is the same sandbox, whoever still waits for it.
+            shortened=None if request.idempotency_key else with_less_time,
+            timeout_s=request.timeout_s + command_s + _ANSWER_MARGIN_S,
+            repeatable=bool(request.idempotency_key),
+            room_within_s=request.timeout_s - _WORTH_ASKING_S,
+            away_s=min(AWAY_S, request.timeout_s - _WORTH_ASKING_S),
+            patience_s=ANSWER_PATIENCE_S + command_s,
         )
-        return Sandbox(channel, created.sandbox_id, created)
+        return Sandbox(channel, created.sandbox_id, created, command.argv if command else ())
+
+    async def run(
+        self,
+        base: str,
+        command: str | Sequence[str],
+        *,
+        cwd: str = "",
+        user: str = "",
+        stdin: str | bytes = b"",
+        timeout_s: float = 60.0,
+        check: bool = False,
+        create_timeout_s: float = 30.0,
+        **options: Unpack[CreateOptions],
+    ) -> ExecResult:
+        """Run one command in a sandbox of its own, in one round trip; its node then deletes that.
+
+        The sandbox goes even if this process dies. When the result is here, its removal has begun.
+
+        Args:
+            base: the base layer; empty with a ``snapshot``.
+            command: as for :meth:`Sandbox.exec`.
+            cwd: working directory; empty for the sandbox's own.
+            user: name or ``uid[:gid]`` in the sandbox; empty for the sandbox's own.
+            stdin: given to the command, then end of file.
+            timeout_s: after it the command is ended; the output so far is kept.
+            check: raise when the command does not succeed.
+            create_timeout_s: how long to wait for the sandbox.
+            options: what the sandbox is given; see :meth:`create_sandbox`.
+
+        Raises:
+            CommandFailed: with ``check``, unless it ended by itself with code 0.
+            DsecError: as :meth:`create_sandbox` and :meth:`Sandbox.exec`.
+        """
+        given: dict[str, Any] = dict(options)
+        narrow = {"limits", "cpus", "memory_bytes", "disk_bytes", "pids"} & given.keys()
+        request = create_request(
+            base,
+            limits=limits_of(**{name: given.pop(name) for name in narrow}),
+            command=command_of(command, cwd=cwd, user=user, stdin=stdin, timeout_s=timeout_s),
+            delete_after=True,
+            timeout_s=create_timeout_s,
+            **given,
+        )
+        result = (await self._create(request)).first_result
+        if result is None:
+            raise DsecError(ErrorCode.INTERNAL, "the node told of no command")
+        return result.check() if check else result
 
     async def queue_sandbox(
         self,
-        base: str,
+        base: str = "",
         *,
         workspace: str = "",
         toolkits: Iterable[str] = (),
@@ -220,9 +350,19 @@ class DSecClient:
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
         agent: str = "",
+        agent_version: str = "",
         rollout_id: str = "",
         ttl_s: float = 0.0,
+        idle_ttl_s: float = 0.0,
+        idle_action: IdleAction | str = IdleAction.END,
+        network: Policy | None = None,
+        setup_network: Policy | None = None,
+        snapshot: Snapshot | str = "",
         idempotency_key: str = "",
+        gpu: GpuDemand | None = None,
+        service_class: ServiceClass | str = ServiceClass.STANDARD,
+        priority: int = 0,
+        request_id: str = "",
         timeout_s: float = 300.0,
     ) -> Sandbox:
         """Ask through the durable door and wait for the sandbox; see `create_sandbox`.
@@ -233,7 +373,7 @@ class DSecClient:
             DsecError: as the scheduler refused it; ``invalid``; ``timeout`` when no outcome came in
                 time (the sandbox may still come: find it by its labels).
         """
-        request = _create_request(
+        request = create_request(
             base,
             workspace=workspace,
             toolkits=toolkits,
@@ -241,41 +381,26 @@ class DSecClient:
             env=env,
             labels=labels,
             agent=agent,
+            agent_version=agent_version,
             rollout_id=rollout_id,
             ttl_s=ttl_s,
+            idle_ttl_s=idle_ttl_s,
+            idle_action=idle_action_of(idle_action),
+            network=network,
+            setup_network=setup_network,
+            snapshot=snapshot,
             idempotency_key=idempotency_key,
+            gpu=gpu,
+            service_class=service_class,
+            priority=priority,
+            request_id=request_id,
             timeout_s=timeout_s,
         )
         if not 0 < timeout_s < math.inf:
             raise invalid(f"timeout_s is {timeout_s}: use more than 0 seconds")
         channel, events = self._connected(), self._event_hub()
-        outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-
-        def settle(message: Message) -> None:
-            if not outcome.done():
-                outcome.set_result(message)
-
-        created, refused = (
-            subjects.request_event(self.project, request.message_id, what)
-            for what in ("created", "refused")
-        )
-        async with events.listening(created, settle), events.listening(refused, settle):
-            await channel.bus.js_publish(subjects.queue_sandbox_create(self.project), request)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    message = await outcome
-            except TimeoutError:
-                raise DsecError(
-                    ErrorCode.TIMEOUT,
-                    f"no outcome of queued request {request.message_id} within {timeout_s:g} s; "
-                    "it stays queued, and the sandbox may still come",
-                    details={"request_id": request.message_id},
-                ) from None
-        if isinstance(message, SandboxRunning):
-            return Sandbox(channel, message.sandbox_id, message.created)
-        if isinstance(message, SandboxRefused):
-            raise _refusal(message)
-        raise DsecError(ErrorCode.INTERNAL, f"an unexpected event: {type(message).__name__}")
+        running = await queued(channel, events, request)
+        return Sandbox(channel, running.sandbox_id, running.created)
 
     def sandbox(self, sandbox_id: str) -> Sandbox:
         """Return the handle of a sandbox by its id; nothing is asked.
@@ -285,30 +410,21 @@ class DSecClient:
         """
         return Sandbox(self._connected(), sandbox_id, None)
 
-    async def list_sandboxes(
-        self, *, labels: Mapping[str, str] | None = None, include_ended: bool = False
-    ) -> list[SandboxInfo]:
+    async def list_sandboxes(self, **filters: Unpack[ListFilters]) -> list[SandboxInfo]:
         """Return the project's sandboxes on all nodes, oldest first.
 
         Args:
-            labels: only those that carry all of these.
-            include_ended: also those whose record is kept after their end.
+            filters: ``labels``, ``states``, ``agent``, ``rollout_id``, ``created_after``,
+                ``created_before`` and ``include_ended``; see :class:`~dsec.listing.ListFilters`.
 
         Raises:
             DsecError: ``unavailable`` when a node did not answer, naming it: a listing that leaves
                 sandboxes out must not look whole.
         """
         found: list[SandboxInfo] = []
-        after = ""
+        cursor = ""
         while True:
-            page = await self._connected().ask(
-                subjects.sandbox_list(self.project),
-                ListSandboxes(labels=dict(labels or {}), include_ended=include_ended, after=after),
-                SandboxList,
-                timeout_s=_TIMEOUT_S,
-                repeatable=True,
-                patience_s=ANSWER_PATIENCE_S,
-            )
+            page = await self.list_page(cursor=cursor, **filters)
             if page.silent_nodes:
                 raise DsecError(
                     ErrorCode.UNAVAILABLE,
@@ -316,13 +432,35 @@ class DSecClient:
                     "list again, or see `dsec node list`",
                 )
             found += page.sandboxes
-            if not page.more or not page.sandboxes:
+            cursor = page.next_cursor
+            if not cursor:
                 return sorted(found, key=lambda sandbox: sandbox.created_at)
-            after = page.sandboxes[-1].sandbox_id
 
-    async def sandboxes(self, *, labels: Mapping[str, str] | None = None) -> list[Sandbox]:
+    async def list_page(
+        self, *, limit: int = 0, cursor: str = "", **filters: Unpack[ListFilters]
+    ) -> SandboxList:
+        """Return one page of the project's sandboxes, and the nodes that did not answer.
+
+        Args:
+            limit: at most so many; 0 leaves it to the platform.
+            cursor: ``next_cursor`` of the page before, which was asked for with the same filters.
+            filters: as for :meth:`list_sandboxes`.
+
+        Raises:
+            DsecError: ``invalid`` for a cursor of another listing, or an unknown state.
+        """
+        return await self._connected().ask(
+            subjects.sandbox_list(self.project),
+            list_request(limit, cursor, **filters),
+            SandboxList,
+            timeout_s=_TIMEOUT_S,
+            repeatable=True,
+            patience_s=ANSWER_PATIENCE_S,
+        )
+
+    async def sandboxes(self, **filters: Unpack[ListFilters]) -> list[Sandbox]:
         """Return handles of the project's living sandboxes; see :meth:`list_sandboxes`."""
-        found = await self.list_sandboxes(labels=labels)
+        found = await self.list_sandboxes(**filters)
         return [Sandbox(self._connected(), info.sandbox_id, None) for info in found]
 
     # --- The rest -----------------------------------------------------------------------------
@@ -333,110 +471,25 @@ class DSecClient:
         return Layers(self._connected(), self._event_hub())
 
     @property
+    def agents(self) -> Agents:
+        """The project's agents: versions, instances, and what those may do."""
+        return Agents(self._connected())
+
+    @property
+    def dags(self) -> Dags:
+        """The project's DAGs of agents."""
+        return Dags(self._connected())
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """The project's snapshots."""
+        return Snapshots(self._connected())
+
+    @property
     def rollouts(self) -> Rollouts:
         """The project's rollouts."""
         return Rollouts(self._connected())
 
-    async def nodes(self) -> NodeList:
-        """Return all nodes, ready or not, and the cluster's Compute Units."""
-        return await self._connected().ask(
-            subjects.node(self.project, "list"),
-            ListNodes(),
-            NodeList,
-            timeout_s=_TIMEOUT_S,
-            repeatable=True,
-            patience_s=ANSWER_PATIENCE_S,
-        )
-
-    async def node(self, name: str) -> NodeInfo:
-        """Return one node.
-
-        Raises:
-            DsecError: ``not_found`` when the broker does not know it.
-        """
-        return await self._connected().ask(
-            subjects.node(self.project, "inspect"),
-            InspectNode(node=subjects.validate_node(name)),
-            NodeInfo,
-            timeout_s=_TIMEOUT_S,
-            repeatable=True,
-            patience_s=ANSWER_PATIENCE_S,
-        )
-
-    async def trace(self, sandbox_id: str) -> Trace:
-        """Return all steps of a sandbox in order, from its behaviour log; it may have ended.
-
-        Raises:
-            DsecError: ``not_found`` when the tracer has read nothing of it (yet).
-        """
-        ScopedId.parse(sandbox_id)
-        after_seq = 0
-        whole: Trace | None = None
-        while True:
-            page = await self._connected().ask(
-                subjects.trace(self.project, "get"),
-                GetTrace(sandbox_id=sandbox_id, after_seq=after_seq),
-                Trace,
-                timeout_s=_TIMEOUT_S,
-                repeatable=True,
-                patience_s=ANSWER_PATIENCE_S,
-            )
-            steps = (whole.steps if whole else ()) + page.steps
-            whole = msgspec.structs.replace(page, steps=steps, more=False)
-            if not page.more or not page.steps:
-                return whole
-            after_seq = page.steps[-1].seq
-
     def events(self) -> EventStream:
         """Return the project's events, to be read within its context: sandboxes, imports."""
         return EventStream(self._event_hub())
-
-
-def limits_of(
-    limits: Limits | None = None,
-    *,
-    cpus: float | None = None,
-    memory_bytes: int | None = None,
-    disk_bytes: int | None = None,
-    pids: int | None = None,
-    cu: float | None = None,
-) -> Limits:
-    """Return ``limits`` (by default the platform's) with what is given changed."""
-    asked: dict[str, Any] = {
-        "cpus": cpus,
-        "memory_bytes": memory_bytes,
-        "disk_bytes": disk_bytes,
-        "pids": pids,
-        "cu": cu,
-    }
-    changes = {name: value for name, value in asked.items() if value is not None}
-    return msgspec.structs.replace(limits or Limits(), **changes)
-
-
-def _create_request(
-    base: str,
-    *,
-    toolkits: Iterable[str],
-    limits: Limits,
-    env: Mapping[str, str] | None,
-    labels: Mapping[str, str] | None,
-    **rest: Any,
-) -> CreateSandbox:
-    if isinstance(toolkits, str):
-        raise invalid(f"toolkits is a list of layers, not the text {toolkits!r}")
-    return CreateSandbox(
-        base=base,
-        toolkits=tuple(toolkits),
-        limits=limits,
-        env=dict(env or {}),
-        labels=dict(labels or {}),
-        **rest,
-    )
-
-
-def _refusal(event: SandboxRefused) -> DsecError:
-    try:
-        code = ErrorCode(event.code)
-    except ValueError:
-        code = ErrorCode.INTERNAL
-    return DsecError(code, event.reason, details={"request_id": event.request_id})

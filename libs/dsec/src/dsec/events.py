@@ -5,45 +5,91 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from types import TracebackType
 from typing import Any, Final, Self
 
 from dsec.channel import Channel
+from dsec.handle import Closing
 from dsec_common import subjects
+from dsec_common.bus_serving import EventSubscription
 from dsec_common.bus_types import Request
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.base import Message
+from dsec_common.wire.elastic import SandboxResized
 from dsec_common.wire.layer import LayerImportProgress
+from dsec_common.wire.life import SandboxPaused, SandboxResumed
 from dsec_common.wire.sandbox import SandboxEnded, SandboxRefused, SandboxRunning
 
-Event = SandboxRunning | SandboxEnded | SandboxRefused | LayerImportProgress
+Event = (
+    SandboxRunning
+    | SandboxPaused
+    | SandboxResumed
+    | SandboxResized
+    | SandboxEnded
+    | SandboxRefused
+    | LayerImportProgress
+)
 
 Listener = Callable[[Message], None]
 
 #: Events that may wait for a slow reader; one that falls further behind is told so.
 _WAITING_MAX: Final = 10_000
+#: How long the subscription outlives its last listener: who listens again soon finds it there.
+_LINGER_S: Final = 1.0
 
 
 class EventHub:
-    """Hands the project's events to listeners. The subscription is made at the first need."""
+    """Hands the project's events to listeners, over one subscription while there are any.
+
+    It ends a second after the last listener has gone: a client that does not listen must not be
+    sent, and decode, every event of its project.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._listeners: dict[str, set[Listener]] = {}
-        self._opening = asyncio.Lock()
-        self._open = False
+        self._changing = asyncio.Lock()
+        self._subscription: EventSubscription[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def subscribed(self) -> bool:
+        """Whether the project's events are sent to this client."""
+        return self._subscription is not None
 
     async def _ensure_open(self) -> None:
-        async with self._opening:
-            if self._open:
+        async with self._changing:
+            if self._subscription is not None:
                 return
             union: Any = Event
-            await self._channel.bus.subscribe(
+            bus = self._channel.bus
+            subscription = await bus.subscribe(
                 subjects.project_events(self._channel.project), union, self._receive
             )
-            # Nothing published from here on may be missed by the listener that asked.
-            await self._channel.bus.flush()
-            self._open = True
+            try:
+                # Nothing published from here on may be missed by the listener that asked.
+                await bus.flush()
+            except BaseException:
+                await bus.unsubscribe(subscription)
+                raise
+            self._subscription = subscription
+
+    def _begin_closing(self) -> None:
+        self._closing = asyncio.create_task(self._close_unless_wanted(), name="end of the events")
+
+    async def _close_unless_wanted(self) -> None:
+        async with self._changing:
+            if self._listeners or self._subscription is None:
+                return
+            subscription, self._subscription = self._subscription, None
+            await self._channel.bus.unsubscribe(subscription)
+
+    async def aclose(self) -> None:
+        """Leave the subscription to the end of the connection. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._closing is not None:
+            await self._closing
 
     async def _receive(self, request: Request[Any]) -> None:
         for key in (request.subject, ""):
@@ -54,6 +100,8 @@ class EventHub:
     async def listening(self, subject: str, listener: Listener) -> AsyncIterator[None]:
         """Call ``listener`` with each event on ``subject`` (all, when empty) within the context."""
         self._listeners.setdefault(subject, set()).add(listener)
+        if self._timer is not None:
+            self._timer.cancel()
         try:
             await self._ensure_open()
             yield
@@ -62,9 +110,12 @@ class EventHub:
             listeners.discard(listener)
             if not listeners:
                 del self._listeners[subject]
+            if not self._listeners:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_later(_LINGER_S, self._begin_closing)
 
 
-class EventStream:
+class EventStream(Closing):
     """The project's events: ``async with client.events() as events: async for event in events``.
 
     None that is published within the context is missed, but while the connection is lost.
@@ -86,13 +137,7 @@ class EventStream:
         await self._listening.enter_async_context(self._hub.listening("", self._put))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        del kind, error, traceback
+    async def _leave(self) -> None:
         await self._listening.aclose()
 
     def __aiter__(self) -> Self:

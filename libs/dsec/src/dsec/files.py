@@ -5,19 +5,35 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import itertools
 import os
 import stat as stat_bits
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import aclosing
-from pathlib import Path, PurePosixPath
+from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from dsec.channel import Channel
+from dsec.archive import TreeCounter, tar_pieces
+from dsec.channel import ANSWER_PATIENCE_S, AWAY_S, Channel
+from dsec.file_watch import FileWatch
+from dsec.handle import OfSandbox
+from dsec.received_tree import ReceivedTree, received_tree
 from dsec.window import drained, in_window
-from dsec_common import subjects
-from dsec_common.errors import DsecError, ErrorCode, invalid
+from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import new_id
+from dsec_common.wire.files import (
+    CopyFile,
+    DeleteFile,
+    FileCopied,
+    FileDeleted,
+    FileMoved,
+    MoveFile,
+    ReadTree,
+    TreeChunk,
+    TreeWritten,
+    WriteTree,
+)
 from dsec_common.wire.sandbox import (
     FILE_CHUNK_BYTES,
     DirectoryListing,
@@ -34,9 +50,11 @@ from dsec_common.wire.sandbox import (
 )
 
 _TORN_READS_MAX: Final = 3
+#: A node gives a copy up before.
+_COPY_TIMEOUT_S: Final = 660.0
 
 
-class Files:
+class Files(OfSandbox):
     """The files of one sandbox, seen as one of its users.
 
     Every path is absolute and means what it means inside the sandbox; symbolic links are followed
@@ -46,51 +64,54 @@ class Files:
     def __init__(
         self, channel: Channel, sandbox_id: ScopedId, *, user: str, timeout_s: float
     ) -> None:
-        self._channel = channel
-        self._sandbox_id = sandbox_id
+        super().__init__(channel, sandbox_id)
         self._user = user
         self._timeout_s = timeout_s
 
-    def _subject(self, verb: str) -> str:
-        return subjects.sandbox(self._channel.project, self._sandbox_id, verb)
-
     # --- Out of the sandbox ---------------------------------------------------------------------
 
-    async def _read_piece(self, path: str, offset: int) -> FileChunk:
+    async def _read_piece(
+        self, path: str, offset: int, download_id: str, *, final: bool = False
+    ) -> FileChunk:
         return await self._channel.ask(
             self._subject("read_file"),
-            ReadFile(path=path, offset=offset, user=self._user),
+            ReadFile(
+                path=path, offset=offset, user=self._user, download_id=download_id, final=final
+            ),
             FileChunk,
             timeout_s=self._timeout_s,
-            repeatable=True,
+            away_s=AWAY_S,
+            repeatable=not final,
+            patience_s=ANSWER_PATIENCE_S,
         )
 
     async def _pieces(self, path: str) -> AsyncIterator[FileChunk]:
-        """Yield the file's pieces in order; raise ``conflict`` when it changes meanwhile."""
-        first = piece = await self._read_piece(path, 0)
+        """Yield the file's pieces in order, all of one opened file; then compare the hash of all.
+
+        Raises ``conflict`` when it changed meanwhile.
+        """
+        download_id = new_id()
+        digest = hashlib.sha256()
+        first = last = await self._read_piece(path, 0, download_id)
+        digest.update(first.data)
         yield first
-        if first.size_bytes > len(first.data):
+        offset = len(first.data)
+        if first.size_bytes > offset:
 
             async def jobs() -> AsyncIterator[Coroutine[Any, Any, FileChunk]]:
-                for offset in range(len(first.data), first.size_bytes, len(first.data)):
-                    yield self._read_piece(path, offset)
+                for at in range(len(first.data), first.size_bytes, len(first.data)):
+                    yield self._read_piece(path, at, download_id)
 
-            offset = len(first.data)
             async with aclosing(in_window(jobs())) as answers:
                 async for piece in answers:
                     offset += len(piece.data)
+                    digest.update(piece.data)
                     if piece.version != first.version or piece.size_bytes != first.size_bytes:
                         raise _changed(path)
                     yield piece
-            if offset != first.size_bytes:
-                raise _changed(path)
-            return
-        # Files such as those of /proc have no size: read on until the end.
-        offset = len(first.data)
-        while not piece.end_of_file:
-            piece = await self._read_piece(path, offset)
-            offset += len(piece.data)
-            yield piece
+            last = await self._read_piece(path, offset, download_id, final=True)
+        if offset != first.size_bytes or last.sha256 != digest.hexdigest():
+            raise _changed(path)
 
     async def read(self, path: str) -> bytes:
         """Return a regular file's content, all of one version.
@@ -141,10 +162,28 @@ class Files:
         finally:
             temporary.unlink(missing_ok=True)
 
+    async def download_whole(self, path: str, local: Path) -> int:
+        """Copy a file or a directory to ``local``; return the file's size, or how many files.
+
+        Raises:
+            DsecError: as :meth:`read`.
+            OSError: when ``local`` cannot be written.
+        """
+        if (await self.stat(path)).kind is not FileKind.DIRECTORY:
+            try:
+                return await self.download(path, local)
+            except DsecError as error:
+                # A link to a directory is that directory, as one to a file is that file.
+                if error.details.get("reason") != "is_directory":
+                    raise
+        return await self.download_tree(path, local)
+
     # --- Into the sandbox -----------------------------------------------------------------------
 
-    async def write(self, path: str, data: bytes, *, mode: int) -> int:
+    async def write(self, path: str, data: bytes, *, mode: int | None) -> int:
         """Put ``data`` at ``path`` and return its size; readers see the old file or all of the new.
+
+        Without ``mode`` a file that is there keeps its own, and a new one gets 0644.
 
         Raises:
             DsecError: ``invalid`` for an impossible path, ``denied``, ``exhausted`` when the
@@ -156,10 +195,14 @@ class Files:
             for offset in range(0, len(view), FILE_CHUNK_BYTES):
                 yield bytes(view[offset : offset + FILE_CHUNK_BYTES])
 
-        return await self._write_pieces(path, pieces(), mode)
+        if mode is None:
+            return await self._write_pieces(path, pieces(), 0o644)
+        return await self._write_pieces(path, pieces(), mode, change_mode=True)
 
     async def upload(self, local: Path, path: str) -> int:
-        """Copy the regular file ``local`` to ``path``, with its permission bits; return its size.
+        """Copy the regular file ``local`` to ``path`` and return its size.
+
+        A new file gets its permission bits; one that is there keeps its own.
 
         Raises:
             DsecError: as :meth:`write`.
@@ -169,7 +212,9 @@ class Files:
             mode = stat_bits.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
             return await self._write_pieces(path, _pieces_of(file), mode)
 
-    async def _write_pieces(self, path: str, pieces: AsyncIterator[bytes], mode: int) -> int:
+    async def _write_pieces(
+        self, path: str, pieces: AsyncIterator[bytes], mode: int, *, change_mode: bool = False
+    ) -> int:
         upload_id = new_id()
         digest = hashlib.sha256()
         size_bytes = 0
@@ -188,9 +233,11 @@ class Files:
                     sha256=digest.hexdigest() if final else "",
                     mode=mode,
                     user=self._user,
+                    change_mode=change_mode,
                 ),
                 FileWritten,
                 timeout_s=self._timeout_s,
+                away_s=AWAY_S,
                 # The same piece twice is the same; the last one also renames, once.
                 repeatable=not final,
             )
@@ -217,74 +264,193 @@ class Files:
             StatFile(path=path, user=self._user),
             FileInfo,
             timeout_s=self._timeout_s,
+            away_s=AWAY_S,
             repeatable=True,
+            patience_s=ANSWER_PATIENCE_S,
         )
 
     async def list(self, path: str) -> list[FileInfo]:
-        """Return a directory's entries, sorted by name."""
+        """Return a directory's entries, however many, sorted by the bytes of their names."""
         entries: list[FileInfo] = []
-        after = ""
+        cursor = ""
         while True:
             page = await self._channel.ask(
                 self._subject("list_directory"),
-                ListDirectory(path=path, after=after, user=self._user),
+                ListDirectory(path=path, cursor=cursor, user=self._user),
                 DirectoryListing,
                 timeout_s=self._timeout_s,
+                away_s=AWAY_S,
                 repeatable=True,
+                patience_s=ANSWER_PATIENCE_S,
             )
             entries += page.entries
-            if not page.more or not page.entries:
+            cursor = page.cursor
+            if not page.more:
                 return entries
-            after = PurePosixPath(page.entries[-1].path).name
 
-    async def make_directory(self, path: str, *, mode: int) -> None:
-        """Create a directory and its parents; an existing one is fine."""
+    async def make_directory(self, path: str, *, mode: int, parents: bool = True) -> None:
+        """Create a directory; with ``parents`` those above it, and an existing one is fine."""
         await self._channel.ask(
             self._subject("make_directory"),
-            MakeDirectory(path=path, mode=mode, user=self._user),
+            MakeDirectory(path=path, mode=mode, parents=parents, user=self._user),
             DirectoryMade,
             timeout_s=self._timeout_s,
-            repeatable=True,
+            away_s=AWAY_S,
+            repeatable=parents,
+            patience_s=ANSWER_PATIENCE_S,
         )
 
-    async def upload_tree(self, local: Path, path: str) -> int:
-        """Copy a directory with the regular files in it; return how many files were copied.
+    async def copy(self, path: str, target: str, *, replace: bool) -> int:
+        """Copy a file or a directory; return how many files, directories and links there were."""
+        reply = await self._channel.ask(
+            self._subject("copy_file"),
+            CopyFile(path=path, target=target, replace=replace, user=self._user),
+            FileCopied,
+            timeout_s=_COPY_TIMEOUT_S,
+        )
+        return reply.entries
 
-        Symbolic links and special files are left out: they mean something else over there.
+    async def move(self, path: str, target: str, *, replace: bool) -> None:
+        """Move a file or a directory."""
+        await self._channel.ask(
+            self._subject("move_file"),
+            MoveFile(path=path, target=target, replace=replace, user=self._user),
+            FileMoved,
+            timeout_s=_COPY_TIMEOUT_S,
+        )
+
+    async def remove(self, path: str, *, recursive: bool) -> int:
+        """Delete a path and return how many names are gone; asks until a tree is."""
+        removed = 0
+        while True:
+            reply = await self._channel.ask(
+                self._subject("delete_file"),
+                DeleteFile(path=path, recursive=recursive, user=self._user),
+                FileDeleted,
+                timeout_s=self._timeout_s,
+            )
+            removed += reply.removed
+            if reply.complete:
+                return removed
+
+    # --- Whole directories ----------------------------------------------------------------------
+
+    async def upload_tree(self, local: Path, path: str) -> int:
+        """Copy a directory as one tar stream; return how many regular files were copied.
+
+        Modes, times, links and empty directories are kept; what is there already and not in
+        ``local`` stays. What was unpacked before a failure stays, too.
+
+        Raises:
+            DsecError: ``invalid`` when ``local`` cannot be read or changes; else as :meth:`write`,
+                with the path inside the sandbox.
         """
-        await self.make_directory(path, mode=0o755)
-        copied = 0
-        for entry in sorted(local.iterdir()):  # noqa: ASYNC240  small beside the requests that follow
-            target = f"{path.rstrip('/')}/{entry.name}"
-            mode = entry.lstat().st_mode
-            if stat_bits.S_ISDIR(mode):
-                copied += await self.upload_tree(entry, target)
-            elif stat_bits.S_ISREG(mode):
-                await self.upload(entry, target)
-                copied += 1
-        return copied
+        upload_id = new_id()
+        digest = hashlib.sha256()
+        size_bytes = 0
+        last = b""
+        count = TreeCounter(plain=True)
+
+        def piece(data: bytes, offset: int, *, final: bool) -> Coroutine[Any, Any, TreeWritten]:
+            return self._channel.ask(
+                self._subject("write_tree"),
+                WriteTree(
+                    path=path,
+                    upload_id=upload_id,
+                    data=data,
+                    offset=offset,
+                    final=final,
+                    size_bytes=size_bytes if final else 0,
+                    sha256=digest.hexdigest() if final else "",
+                    user=self._user,
+                ),
+                TreeWritten,
+                timeout_s=self._timeout_s,
+                away_s=AWAY_S,
+                repeatable=not final,
+            )
+
+        async def jobs() -> AsyncIterator[Coroutine[Any, Any, TreeWritten]]:
+            nonlocal last, size_bytes
+            async with aclosing(tar_pieces(local, FILE_CHUNK_BYTES, count)) as pieces:
+                async for data in pieces:
+                    digest.update(data)
+                    if size_bytes:
+                        yield piece(last, size_bytes - len(last), final=False)
+                    last = data
+                    size_bytes += len(data)
+
+        await drained(in_window(jobs()))
+        await piece(last, size_bytes - len(last), final=True)
+        return count.files
 
     async def download_tree(self, path: str, local: Path) -> int:
-        """Copy a sandbox's directory with the regular files in it; return how many were copied.
+        """Copy a sandbox's directory as one tar stream; return how many regular files were copied.
 
-        Symbolic links and special files are left out. A name that would lead out of ``local`` is
-        refused: the sandbox is not trusted.
+        Nothing at ``local`` changes before all of it is here and verified; then what is there
+        already and not in the directory stays. Modes, times, links and empty directories are kept.
+        Nothing is ever written through a link: the sandbox is not trusted.
+
+        Raises:
+            DsecError: as :meth:`read`; ``invalid`` for names that would lead out of ``local``.
+            OSError: when ``local`` cannot be written.
         """
-        local.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240  as above
-        copied = 0
-        for entry in await self.list(path):
-            name = PurePosixPath(entry.path).name
-            if name in {"", ".", ".."} or "/" in name or "\0" in name:
-                raise invalid(f"the sandbox lists an impossible name {name!r} in {path}")
-            source, target = f"{path.rstrip('/')}/{name}", local / name
-            if target.is_symlink():
-                raise invalid(f"{target} is a symbolic link; nothing is written through it")
-            if entry.kind is FileKind.DIRECTORY:
-                copied += await self.download_tree(source, target)
-            elif entry.kind is FileKind.FILE:
-                await self.download(source, target)
-                copied += 1
-        return copied
+        for attempt in range(_TORN_READS_MAX):
+            try:
+                async with received_tree(local) as tree:
+                    await self._receive_tree(path, tree)
+                    return await tree.take_place()
+            except DsecError as error:
+                if error.code is not ErrorCode.CONFLICT or attempt + 1 == _TORN_READS_MAX:
+                    raise
+        raise _changed(path)
+
+    async def _receive_tree(self, path: str, tree: ReceivedTree) -> None:
+        download_id = new_id()
+        digest = hashlib.sha256()
+        size_bytes = 0
+
+        def piece(offset: int, *, close: bool = False) -> Coroutine[Any, Any, TreeChunk]:
+            return self._channel.ask(
+                self._subject("read_tree"),
+                ReadTree(
+                    path=path, download_id=download_id, offset=offset, close=close, user=self._user
+                ),
+                TreeChunk,
+                timeout_s=self._timeout_s,
+                away_s=AWAY_S,
+                repeatable=True,
+            )
+
+        async def jobs() -> AsyncIterator[Coroutine[Any, Any, TreeChunk]]:
+            # The first one says whether there is anything at all; then eight are on their way.
+            for offset in itertools.count(FILE_CHUNK_BYTES, FILE_CHUNK_BYTES):
+                yield piece(offset)
+
+        chunk = await piece(0)
+        try:
+            digest.update(chunk.data)
+            size_bytes += len(chunk.data)
+            await tree.put(chunk.data)
+            if not chunk.end:
+                async with aclosing(in_window(jobs())) as chunks:
+                    async for chunk in chunks:
+                        digest.update(chunk.data)
+                        size_bytes += len(chunk.data)
+                        await tree.put(chunk.data)
+                        if chunk.end:
+                            break
+        finally:
+            with suppress(DsecError):
+                await piece(size_bytes, close=True)
+        if chunk.size_bytes != size_bytes or chunk.sha256 != digest.hexdigest():
+            raise _changed(path)
+
+    def watch(self, path: str, *, recursive: bool) -> FileWatch:
+        """Return a watch that begins when it is entered."""
+        return FileWatch(
+            self._channel, self._subject("watch_files"), path, recursive=recursive, user=self._user
+        )
 
 
 async def _pieces_of(file: BinaryIO) -> AsyncIterator[bytes]:

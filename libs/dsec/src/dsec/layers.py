@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
@@ -15,12 +15,14 @@ import msgspec
 from dsec.archive import tar_pieces, tree_size_bytes
 from dsec.channel import Channel
 from dsec.events import EventHub
+from dsec.inventory import list_nodes
 from dsec.window import drained, in_window
 from dsec_common import subjects
 from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
 from dsec_common.wire.base import Message, new_id
 from dsec_common.wire.layer import (
     ArchiveFormat,
+    GitHistory,
     ImportLayer,
     InspectLayer,
     LayerChunkStored,
@@ -31,9 +33,9 @@ from dsec_common.wire.layer import (
     LayerRemoved,
     ListLayers,
     RemoveLayer,
+    TagLayer,
     UploadLayerChunk,
 )
-from dsec_common.wire.node import ListNodes, NodeList
 from dsec_common.wire.sandbox import FILE_CHUNK_BYTES
 
 Progress = Callable[[str, int, int], None]
@@ -63,17 +65,30 @@ class Layers:
         kind: LayerKind | str,
         name: str,
         version: str,
+        tags: Iterable[str] = (),
         replace: bool = False,
+        exclude: Iterable[str] = (),
+        clean: bool = False,
+        git: GitHistory | str | None = None,
         progress: Progress | None = None,
     ) -> LayerInfo:
         """Make a layer of a local directory's tree, sent as a tar stream made on the fly.
 
+        Equal trees give equal layers: the digest depends on nothing but names, content, owners,
+        permission bits and modification times.
+
         Args:
             path: the directory that becomes the layer's root.
-            kind: ``base``, ``workspace`` or ``toolkit``.
+            kind: ``base``, ``workspace``, ``toolkit`` or ``data``.
             name: the layer's name.
             version: its version; the two make the reference ``name@version``.
+            tags: let ``name:tag`` mean this version from now on, for each of them.
             replace: let the reference point to other content than before.
+            exclude: patterns of absolute paths that are left out: ``*`` is any text within one
+                name, ``**`` any number of directories.
+            clean: leave out what builds leave behind (caches, histories, editors' backups), and
+                cut git repositories to the commit that is checked out.
+            git: ``keep``, ``cut`` or ``drop`` repositories; by default ``cut`` with ``clean``.
             progress: told how far it is.
 
         Raises:
@@ -82,19 +97,11 @@ class Layers:
         """
         directory = Path(path)
         total = await asyncio.to_thread(tree_size_bytes, directory)
+        request = _request(
+            kind, name, version, tags, replace=replace, left_out=(exclude, clean, git)
+        )
         return await self._import(
-            lambda: tar_pieces(directory, FILE_CHUNK_BYTES),
-            total,
-            ImportLayer(
-                upload_id="",
-                size_bytes=0,
-                sha256="",
-                kind=_kind(kind),
-                name=name,
-                version=version,
-                replace=replace,
-            ),
-            progress,
+            lambda: tar_pieces(directory, FILE_CHUNK_BYTES), total, request, progress
         )
 
     async def import_tar(
@@ -104,13 +111,18 @@ class Layers:
         kind: LayerKind | str,
         name: str,
         version: str,
+        tags: Iterable[str] = (),
         replace: bool = False,
+        exclude: Iterable[str] = (),
+        clean: bool = False,
+        git: GitHistory | str | None = None,
         progress: Progress | None = None,
     ) -> LayerInfo:
         """Make a layer of a tar archive, plain or compressed; see :meth:`import_directory`."""
-        return await self._import_file(
-            Path(path), ArchiveFormat.TAR, _kind(kind), name, version, replace, progress
+        request = _request(
+            kind, name, version, tags, replace=replace, left_out=(exclude, clean, git)
         )
+        return await self._import_file(Path(path), request, progress)
 
     async def import_oci(
         self,
@@ -119,64 +131,85 @@ class Layers:
         kind: LayerKind | str = LayerKind.BASE,
         name: str,
         version: str,
+        image: str = "",
+        tags: Iterable[str] = (),
         replace: bool = False,
+        exclude: Iterable[str] = (),
+        clean: bool = False,
+        git: GitHistory | str | None = None,
         progress: Progress | None = None,
     ) -> LayerInfo:
         """Make one layer of a container image: an OCI layout (directory or tar), ``docker save``.
 
         Its layers are flattened in order; see :meth:`import_directory`.
+
+        Args:
+            path: the layout or archive.
+            kind: as there.
+            name: as there.
+            version: as there.
+            image: which image of several, by its tag (``name:tag``, or the end of it).
+            tags: as there.
+            replace: as there.
+            exclude: as there.
+            clean: as there.
+            git: as there.
+            progress: as there.
+
+        Raises:
+            DsecError: ``invalid`` too when no image or several of the archive fit.
         """
         source = Path(path)
-        if not source.is_dir():  # noqa: ASYNC240  one stat before it is all read
-            return await self._import_file(
-                source, ArchiveFormat.OCI, _kind(kind), name, version, replace, progress
-            )
-        total = await asyncio.to_thread(tree_size_bytes, source)
-        return await self._import(
-            lambda: tar_pieces(source, FILE_CHUNK_BYTES),
-            total,
-            ImportLayer(
-                upload_id="",
-                size_bytes=0,
-                sha256="",
-                kind=_kind(kind),
-                name=name,
-                version=version,
-                format=ArchiveFormat.OCI,
-                replace=replace,
-            ),
-            progress,
+        request = msgspec.structs.replace(
+            _request(kind, name, version, tags, replace=replace, left_out=(exclude, clean, git)),
+            format=ArchiveFormat.OCI,
+            image=image,
         )
+        return await self._import_whatever(source, request, progress)
 
-    async def _import_file(  # noqa: PLR0917  private: one call site per format, all given
+    async def import_path(
         self,
-        path: Path,
-        archive_format: ArchiveFormat,
-        kind: LayerKind,
+        path: str | os.PathLike[str],
+        *,
+        kind: LayerKind | str,
         name: str,
         version: str,
-        replace: bool,
-        progress: Progress | None,
+        tags: Iterable[str] = (),
+        replace: bool = False,
+        exclude: Iterable[str] = (),
+        clean: bool = False,
+        git: GitHistory | str | None = None,
+        progress: Progress | None = None,
+    ) -> LayerInfo:
+        """Make a layer of a directory, a tar archive or a container image: what it looks like.
+
+        What has the files of an OCI layout or of ``docker save`` becomes what the image holds; see
+        :meth:`import_oci` and :meth:`import_directory`.
+        """
+        request = msgspec.structs.replace(
+            _request(kind, name, version, tags, replace=replace, left_out=(exclude, clean, git)),
+            format=ArchiveFormat.AUTO,
+        )
+        return await self._import_whatever(Path(path), request, progress)
+
+    async def _import_whatever(
+        self, source: Path, request: ImportLayer, progress: Progress | None
+    ) -> LayerInfo:
+        if not source.is_dir():  # noqa: ASYNC240  one stat before it is all read
+            return await self._import_file(source, request, progress)
+        total = await asyncio.to_thread(tree_size_bytes, source)
+        return await self._import(
+            lambda: tar_pieces(source, FILE_CHUNK_BYTES), total, request, progress
+        )
+
+    async def _import_file(
+        self, path: Path, request: ImportLayer, progress: Progress | None
     ) -> LayerInfo:
         try:
             total = path.stat().st_size  # noqa: ASYNC240  as above
         except OSError as error:
             raise invalid(f"cannot read {path}: {error.strerror}") from error
-        return await self._import(
-            lambda: _file_pieces(path),
-            total,
-            ImportLayer(
-                upload_id="",
-                size_bytes=0,
-                sha256="",
-                kind=kind,
-                name=name,
-                version=version,
-                format=archive_format,
-                replace=replace,
-            ),
-            progress,
-        )
+        return await self._import(lambda: _file_pieces(path), total, request, progress)
 
     async def _import(
         self,
@@ -259,13 +292,7 @@ class Layers:
         Raises:
             DsecError: ``unavailable`` when there are none.
         """
-        reply = await self._channel.ask(
-            subjects.node(self._channel.project, "list"),
-            ListNodes(),
-            NodeList,
-            timeout_s=_TIMEOUT_S,
-            repeatable=True,
-        )
+        reply = await list_nodes(self._channel)
         stores: dict[str, list[str]] = {}
         for node in reply.nodes:
             if node.ready:
@@ -274,18 +301,20 @@ class Layers:
             raise _no_nodes()
         return list(stores.values())
 
-    async def list(self) -> list[LayerInfo]:
-        """Return the project's layers in all stores, sorted by reference."""
+    async def list(
+        self, *, kind: LayerKind | str | None = None, name: str = "", tag: str = ""
+    ) -> list[LayerInfo]:
+        """Return the project's layers in all stores, sorted by reference; all, or those that fit.
+
+        Args:
+            kind: only layers of this kind.
+            name: only layers of this name; with ``*`` at its end, of names that begin so.
+            tag: only layers that this tag means.
+        """
+        asked = ListLayers(kind=None if kind is None else _kind(kind), name=name, tag=tag)
         found: dict[tuple[str, str], LayerInfo] = {}
         for nodes in await self._stores():
-            reply = await self._channel.ask(
-                subjects.layer(self._channel.project, nodes[0], "list"),
-                ListLayers(),
-                LayerList,
-                timeout_s=_TIMEOUT_S,
-                repeatable=True,
-            )
-            for layer in reply.layers:
+            async for layer in self._pages(nodes[0], asked):
                 key = (layer.reference, layer.digest)
                 known = found.get(key, layer)
                 found[key] = msgspec.structs.replace(
@@ -293,23 +322,63 @@ class Layers:
                 )
         return [found[key] for key in sorted(found)]
 
+    async def _pages(self, node: str, asked: ListLayers) -> AsyncIterator[LayerInfo]:
+        while True:
+            reply = await self._channel.ask(
+                subjects.layer(self._channel.project, node, "list"),
+                asked,
+                LayerList,
+                timeout_s=_TIMEOUT_S,
+                repeatable=True,
+            )
+            for layer in reply.layers:
+                yield layer
+            if not reply.next_after:
+                return
+            asked = msgspec.structs.replace(
+                asked, after=reply.next_after, message_id=ListLayers().message_id
+            )
+
+    async def tag(self, reference: str, tag: str) -> LayerInfo:
+        """Let ``name:tag`` mean ``reference`` (``name@version``) from now on; return that layer.
+
+        A version means the same for ever, a tag is what moves. Sandboxes keep what a tag meant
+        when they were made. Every store that has the version is told.
+
+        Raises:
+            DsecError: ``not_found`` when no store has the version; ``invalid``.
+        """
+        name, at, version = reference.partition("@")
+        if not at:
+            raise invalid(f"{reference!r} is not a version; a tag means a name@version")
+        return await self._of_each_store(
+            "tag", lambda: TagLayer(name=name, tag=tag, version=version)
+        )
+
     async def inspect(self, reference: str) -> LayerInfo:
-        """Return one layer by ``name@version`` or ``sha256:…``.
+        """Return one layer by ``name@version``, ``name:tag`` or ``sha256:…``, with its history.
 
         Raises:
             DsecError: ``not_found`` when no store has it; ``invalid`` for an impossible reference.
         """
+        return await self._of_each_store(
+            "inspect", lambda: InspectLayer(reference=reference), repeatable=True
+        )
+
+    async def _of_each_store(
+        self, verb: str, request: Callable[[], Message], *, repeatable: bool = False
+    ) -> LayerInfo:
         layer: LayerInfo | None = None
         missing: DsecError | None = None
         where: list[str] = []
         for nodes in await self._stores():
             try:
                 layer = await self._channel.ask(
-                    subjects.layer(self._channel.project, nodes[0], "inspect"),
-                    InspectLayer(reference=reference),
+                    subjects.layer(self._channel.project, nodes[0], verb),
+                    request(),
                     LayerInfo,
                     timeout_s=_TIMEOUT_S,
-                    repeatable=True,
+                    repeatable=repeatable,
                 )
                 where += nodes
             except DsecError as error:
@@ -321,10 +390,13 @@ class Layers:
         return msgspec.structs.replace(layer, nodes=tuple(sorted(where)))
 
     async def remove(self, reference: str) -> None:
-        """Remove a reference from all stores; an image goes when nothing refers to it.
+        """Remove a ``name@version`` or ``name:tag`` from all stores.
+
+        An image goes when nothing refers to it; running sandboxes keep theirs.
 
         Raises:
-            DsecError: ``not_found`` when no store has it.
+            DsecError: ``not_found`` when no store has it; ``conflict`` for a version that a tag
+                means.
         """
         removed = False
         missing: DsecError | None = None
@@ -351,12 +423,48 @@ async def _file_pieces(path: Path) -> AsyncGenerator[bytes, None]:
             yield data
 
 
+def _request(
+    kind: LayerKind | str,
+    name: str,
+    version: str,
+    tags: Iterable[str],
+    *,
+    replace: bool,
+    left_out: tuple[Iterable[str], bool, GitHistory | str | None],
+) -> ImportLayer:
+    exclude, clean, git = left_out
+    for what, texts in (("tags", tags), ("exclude", exclude)):
+        if isinstance(texts, str):
+            raise invalid(f"{what} is a list, not the text {texts!r}")
+    return ImportLayer(
+        upload_id="",
+        size_bytes=0,
+        sha256="",
+        kind=_kind(kind),
+        name=name,
+        version=version,
+        replace=replace,
+        tags=tuple(tags),
+        exclude=tuple(exclude),
+        clean=clean,
+        git=None if git is None else _git(git),
+    )
+
+
 def _kind(kind: LayerKind | str) -> LayerKind:
     try:
         return LayerKind(kind)
     except ValueError:
         known = ", ".join(LayerKind)
         raise invalid(f"{kind!r} is not a kind of layer; use one of {known}") from None
+
+
+def _git(git: GitHistory | str) -> GitHistory:
+    try:
+        return GitHistory(git)
+    except ValueError:
+        known = ", ".join(GitHistory)
+        raise invalid(f"git={git!r} is not known; use one of {known}") from None
 
 
 def _no_nodes() -> DsecError:

@@ -25,7 +25,8 @@ class CommandFailed(DsecError):  # noqa: N818  the command failed, the platform 
         if result.timed_out:
             code, how = ErrorCode.COMMAND_TIMEOUT, f"was ended after {result.duration_s:.1f} s"
         elif result.oom and not result.ok:
-            code, how = ErrorCode.OOM, "ran out of memory"
+            who = f" ({result.oom_process})" if result.oom_process else ""
+            code, how = ErrorCode.OOM, f"ran out of memory{who}"
         elif result.signal is not None:
             how = f"was ended by signal {result.signal}"
         tail = result.stderr_text.strip() or result.stdout_text.strip()
@@ -51,6 +52,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
         timed_out: the platform ended it at its timeout; the output so far is kept.
         oom: the out-of-memory killer ended a process of the sandbox meanwhile.
         duration_s: from start to end, measured by the node.
+        oom_process: the name of that process; empty where the node's kernel does not tell.
+        oom_pid: its process id inside; 0 when it was gone before it could be asked.
     """
 
     sandbox_id: str
@@ -64,6 +67,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool
     oom: bool
     duration_s: float
+    oom_process: str = ""
+    oom_pid: int = 0
 
     @classmethod
     def of(cls, sandbox_id: str, argv: tuple[str, ...], reply: wire.ExecResult) -> Self:
@@ -79,6 +84,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
             stderr_truncated=reply.stderr_truncated,
             timed_out=reply.timed_out,
             oom=reply.oom,
+            oom_process=reply.oom_process,
+            oom_pid=reply.oom_pid,
             duration_s=reply.duration_s,
         )
 

@@ -144,6 +144,7 @@ def build_host_rootfs(
         root.add_program(name, required=name in programs)
     version = root.add_python(interpreter) if python else ""
     root.add_libraries()
+    root.add_library_cache()
     root.settle_times()
     entries = list(_walk(dest))
     return RootfsReport(
@@ -233,6 +234,18 @@ class _Rootfs:
             self._copy(Path(os.path.realpath(path)), home / name)
         for path in loaders:
             self._copy(Path(os.path.realpath(path)), self._dest / _merged(path))
+
+    def add_library_cache(self) -> None:
+        """Say where libraries are, as any distribution does: without, each start looks about.
+
+        Where nobody may (not root) or can (another C library), programs start all the same.
+        """
+        ldconfig = shutil.which("ldconfig", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+        if ldconfig is None or os.geteuid() != 0:
+            return
+        subprocess.run([ldconfig, "-X", "-r", self._dest], check=False, capture_output=True)
+        # What it notes for its own next run tells of times and inodes.
+        shutil.rmtree(self._dest / "var/cache/ldconfig", ignore_errors=True)
 
     def settle_times(self) -> None:
         """Give time 0 to all that has no time of its own, so that equal hosts give equal trees."""

@@ -18,15 +18,45 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Final
 
 from dsec import client as asynchronous
+from dsec import recipes
+from dsec.agents import Agents as AsyncAgents
+from dsec.dags import Dags as AsyncDags
 from dsec.events import EventStream as AsyncEventStream
+from dsec.file_watch import FileWatch as AsyncFileWatch
 from dsec.layers import Layers as AsyncLayers
+from dsec.network import Network as AsyncNetwork
+from dsec.network import PortStream as AsyncPortStream
+from dsec.network import Tunnel as AsyncTunnel
+from dsec.pools import Pools as AsyncPools
+from dsec.process import Process as AsyncProcess
 from dsec.rollouts import Rollout as AsyncRollout
 from dsec.rollouts import Rollouts as AsyncRollouts
 from dsec.rollouts import Stage as AsyncStage
 from dsec.sandbox import Sandbox as AsyncSandbox
+from dsec.session import Session as AsyncSession
+from dsec.snapshots import Snapshot as AsyncSnapshot
+from dsec.snapshots import Snapshots as AsyncSnapshots
 from dsec_common.errors import invalid
+from dsec_common.wire.layer import LayerInfo
 
-__all__ = ["DSecClient", "EventStream", "Layers", "Rollout", "Rollouts", "Sandbox", "Stage"]
+__all__ = [
+    "Agents",
+    "DSecClient",
+    "Dags",
+    "EventStream",
+    "FileWatch",
+    "Layers",
+    "Pools",
+    "Process",
+    "Rollout",
+    "Rollouts",
+    "Sandbox",
+    "Session",
+    "Snapshot",
+    "Snapshots",
+    "Stage",
+    "build_layer",
+]
 
 _END: Final = object()
 
@@ -115,7 +145,10 @@ def _delegate(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _twin_of(kind: type, base: type[_Twin] = _Twin) -> Any:
     """Return the class whose methods call those of ``kind`` on its loop and wait for the result."""
     members: dict[str, Any] = {"__doc__": kind.__doc__, "__module__": __name__}
-    for name, member in vars(kind).items():
+    inherited = {
+        name: member for one in reversed(kind.__mro__[:-1]) for name, member in vars(one).items()
+    }
+    for name, member in inherited.items():
         if not name.startswith("_") and inspect.isfunction(member) and name not in vars(base):
             members[name] = _delegate(name, member)
     if hasattr(kind, "__aenter__") and not hasattr(base, "__enter__"):
@@ -166,19 +199,51 @@ class _ClientTwin(_Twin):
         self.close()
 
 
+Agents: Any = _twin_of(AsyncAgents)
+Dags: Any = _twin_of(AsyncDags)
 Sandbox: Any = _twin_of(AsyncSandbox)
 EventStream: Any = _twin_of(AsyncEventStream)
+FileWatch: Any = _twin_of(AsyncFileWatch)
 Layers: Any = _twin_of(AsyncLayers)
+Pools: Any = _twin_of(AsyncPools)
+Process: Any = _twin_of(AsyncProcess)
 Rollouts: Any = _twin_of(AsyncRollouts)
 Rollout: Any = _twin_of(AsyncRollout)
+Session: Any = _twin_of(AsyncSession)
+Snapshot: Any = _twin_of(AsyncSnapshot)
+Snapshots: Any = _twin_of(AsyncSnapshots)
 Stage: Any = _twin_of(AsyncStage)
+Network: Any = _twin_of(AsyncNetwork)
+PortStream: Any = _twin_of(AsyncPortStream)
+Tunnel: Any = _twin_of(AsyncTunnel)
 DSecClient: Any = _twin_of(asynchronous.DSecClient, _ClientTwin)
 
+
+@functools.wraps(recipes.build_layer)
+def build_layer(client: Any, recipe: recipes.Recipe, **named: Any) -> LayerInfo:
+    """Build a recipe with a client of this module; see :func:`dsec.recipes.build_layer`."""
+    built: LayerInfo = client._loop.run(  # noqa: SLF001  a twin of this module
+        recipes.build_layer(client._inner, recipe, **named)  # noqa: SLF001  as above
+    )
+    return built
+
+
 _TWIN_OF: Final[dict[type, Any]] = {
+    AsyncAgents: Agents,
+    AsyncDags: Dags,
     AsyncSandbox: Sandbox,
     AsyncEventStream: EventStream,
+    AsyncFileWatch: FileWatch,
     AsyncLayers: Layers,
+    AsyncPools: Pools,
+    AsyncProcess: Process,
     AsyncRollouts: Rollouts,
     AsyncRollout: Rollout,
+    AsyncSession: Session,
+    AsyncSnapshot: Snapshot,
+    AsyncSnapshots: Snapshots,
     AsyncStage: Stage,
+    AsyncNetwork: Network,
+    AsyncPortStream: PortStream,
+    AsyncTunnel: Tunnel,
 }

@@ -20,7 +20,7 @@ async def in_window(
     """Run ``jobs``, at most ``window`` at once, and yield their results in the jobs' order.
 
     The first job that fails ends it: the others are cancelled and awaited. Leaving the loop early
-    does the same, when the iterator is closed.
+    does the same, when the iterator is closed. A generator of jobs is closed, too.
     """
     running: deque[asyncio.Task[T]] = deque()
     try:
@@ -34,6 +34,8 @@ async def in_window(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        if isinstance(jobs, AsyncGenerator):
+            await jobs.aclose()
 
 
 async def drained(results: AsyncGenerator[Any, None]) -> None:

@@ -29,14 +29,25 @@ RESPONSE_THRESHOLD_S: Final = 7200.0
 #: whole threshold, about 700 bytes each, but that of any other only until its reply.
 STREAMING_SERVICES: Final[frozenset[str]] = frozenset()
 
+#: Agents, their instances and their packages.
+AGENT_STREAMS: Final = ("KV_dsec-agents", "KV_dsec-agent-instances", "OBJ_dsec-agent-packages")
+
 #: The streams that each role owns; a bucket is the stream ``KV_<bucket>``. Nobody else reaches
 #: them, so a new one needs its line here.
 OWNED_STREAMS: Final[dict[str, tuple[str, ...]]] = {
-    "broker": ("KV_dsec-nodes",),
-    "scheduler": ("DSEC_QUEUE", "DSEC_EVENTS", "KV_dsec-idempotency"),
+    "broker": ("KV_dsec-nodes", "KV_dsec-elastic"),
+    "scheduler": (
+        "DSEC_QUEUE",
+        "DSEC_EVENTS",
+        "KV_dsec-idempotency",
+        "KV_dsec-pools",
+        *AGENT_STREAMS,
+        "KV_dsec-dags",
+        "KV_dsec-dag-runs",
+    ),
     "chronus": (
         "chronus-journal",
-        "KV_chronus-shards",
+        "KV_chronus-owners",
         "KV_chronus-rollouts",
         "KV_chronus-requests",
     ),
@@ -44,14 +55,30 @@ OWNED_STREAMS: Final[dict[str, tuple[str, ...]]] = {
     "operator": (),
 }
 
+#: The layer store of all nodes, where it is in NATS; every node may write to it.
+LAYERS_BUCKET: Final = "dsec-layers"
+
 _PUBLISHES: Final[dict[str, tuple[str, ...]]] = {
-    "broker": (),
+    "broker": (
+        f"{ROOT}.{SYSTEM}.node.*.resize",
+        f"{ROOT}.{SYSTEM}.node.*.retire",
+        f"{ROOT}.{SYSTEM}.node.*.revoke",
+        f"{ROOT}.*.evt.lease.>",
+        f"{ROOT}.{SYSTEM}.evt.node.>",
+    ),
     "scheduler": (
         f"{ROOT}.{SYSTEM}.node.*.*",
         f"{ROOT}.{SYSTEM}.lease.*",
+        f"{ROOT}.{SYSTEM}.waiting.*",
         # Asked only when a node's answer got lost: did the sandbox come to life?
         f"{ROOT}.*.sandbox.*.*.inspect",
+        # Of a gang that was not made whole.
+        f"{ROOT}.*.sandbox.*.*.delete",
+        # An agent behind what it depends on stands still while it is synchronised.
+        f"{ROOT}.*.sandbox.*.*.pause",
+        f"{ROOT}.*.sandbox.*.*.resume",
         f"{ROOT}.*.evt.request.>",
+        f"{ROOT}.*.evt.agent.>",
     ),
     "chronus": (
         f"{ROOT}.{SYSTEM}.journal.*",
@@ -63,11 +90,25 @@ _PUBLISHES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 _SUBSCRIBES: Final[dict[str, tuple[str, ...]]] = {
-    "broker": (subjects.HEARTBEATS, f"{ROOT}.{SYSTEM}.lease.*", f"{ROOT}.*.node.*"),
+    "broker": (
+        subjects.HEARTBEATS,
+        f"{ROOT}.{SYSTEM}.lease.*",
+        f"{ROOT}.*.node.*",
+        f"{ROOT}.*.lease.force_unlock",
+    ),
     "scheduler": (
         subjects.HEARTBEATS,
         f"{ROOT}.*.sandbox.create",
+        f"{ROOT}.*.sandbox.create_gang",
+        f"{ROOT}.*.sandbox.explain",
+        f"{ROOT}.*.sandbox.cancel",
         f"{ROOT}.*.sandbox.list",
+        f"{ROOT}.{SYSTEM}.waiting.*",
+        f"{ROOT}.*.pool.*",
+        f"{ROOT}.*.agent.*",
+        f"{ROOT}.*.dag.*",
+        subjects.INSTANCE_REPORTS,
+        f"{ROOT}.*.function.call",
         subjects.EVENT_PATTERN,
     ),
     "chronus": (
@@ -104,6 +145,8 @@ def _jetstream(streams: Iterable[str]) -> list[str]:
         allowed += [f"$JS.ACK.{stream}.>", f"$JS.FC.{stream}.>"]
         if stream.startswith("KV_"):
             allowed.append(f"$KV.{stream.removeprefix('KV_')}.>")
+        elif stream.startswith("OBJ_"):
+            allowed.append(f"$O.{stream.removeprefix('OBJ_')}.>")
     return allowed
 
 
@@ -124,14 +167,16 @@ def service_permissions(role: str, node: str = "") -> tuple[list[str], list[str]
             f"{ROOT}.*.evt.sandbox.{node}.>",
             f"{ROOT}.*.evt.layer.>",
             f"{ROOT}.{SYSTEM}.rollout.>",
+            subjects.instance_report(node),
         )
         own_subscribes: tuple[str, ...] = (
             f"{ROOT}.*.sandbox.{node}.*.*",
             f"{ROOT}.*.layer.{node}.*",
+            f"{ROOT}.*.snapshot.{node}.*",
             f"{ROOT}.{SYSTEM}.node.{node}.*",
         )
         inbox = f"{SERVICE_INBOX_PREFIX}.{NODE_ROLE}.{node}"
-        streams: tuple[str, ...] = ()
+        streams: tuple[str, ...] = (f"KV_{LAYERS_BUCKET}", f"OBJ_{LAYERS_BUCKET}")
     elif role in ROLES:
         own_publishes, own_subscribes = _PUBLISHES[role], _SUBSCRIBES[role]
         inbox = f"{SERVICE_INBOX_PREFIX}.{role}"

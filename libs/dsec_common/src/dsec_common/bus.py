@@ -23,7 +23,9 @@ from dsec_common.bus_headers import (
     outgoing,
     raise_service_error,
 )
+from dsec_common.bus_intake import Held
 from dsec_common.bus_kv import Entry, KeyValue
+from dsec_common.bus_objects import ObjectBucket
 from dsec_common.bus_order import flush
 from dsec_common.bus_requests import to_dsec_error
 from dsec_common.bus_serving import EventSubscription, ReplyGuard, Served
@@ -81,6 +83,7 @@ class Bus:
         self._streams = Streams(self._client, self._inbox, self._guard)
         connection.on_reconnect.append(self._streams.reconnected)
         self._served: list[Served[Any]] = []
+        self._held = Held()
         self._events: list[EventSubscription[Any]] = []
         self._discovery: Discovery | None = None
 
@@ -188,6 +191,8 @@ class Bus:
         await self._send(to.subject, body, headers)
 
     async def _send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
+        if self._client.publish_at_once(subject, "", body, headers):
+            return
         try:
             await self._client.publish(subject, body, headers=headers)
         except nats.errors.Error as error:
@@ -216,7 +221,8 @@ class Bus:
             handler: runs as a task of its own, with the caller's trace as the current one.
             queue: processes that share a queue name share the requests.
             concurrency: handlers at once.
-            max_pending: requests that may wait for one; more are answered ``exhausted``.
+            max_pending: requests that may wait for one; more are answered ``exhausted``. Of both,
+                and of what large requests take of the memory, one project has a part only.
         """
         served = Served(
             subject,
@@ -226,11 +232,12 @@ class Bus:
             max_pending=max_pending,
             send=self._send,
             guard=self._guard,
+            held=self._held,
         )
         # The client's own limits drop silently; ours answer. Reception never waits, so no
         # message stays in the client.
-        served.subscription = await self._client.subscribe(
-            subject, queue=queue, cb=served.receive, pending_msgs_limit=0, pending_bytes_limit=0
+        served.subscription = await self._client.subscribe_directly(
+            subject, served.receive, queue=queue
         )
         self._served.append(served)
         return served
@@ -252,8 +259,8 @@ class Bus:
         events = EventSubscription(
             subject, message_type, handler, max_pending=max_pending, guard=self._guard
         )
-        events.subscription = await self._client.subscribe(
-            subject, queue=queue, cb=events.receive, pending_msgs_limit=0, pending_bytes_limit=0
+        events.subscription = await self._client.subscribe_directly(
+            subject, events.receive, queue=queue
         )
         events.start()
         self._events.append(events)
@@ -399,6 +406,11 @@ class Bus:
         )
         await self._streams.ensure(spec)
         return KeyValue(self._client, self._streams, bucket, message_type)
+
+    async def objects(self, bucket: str, *, replicas: int = 1) -> ObjectBucket:
+        """Return the bucket of large values, created when missing."""
+        await self._streams.ensure(ObjectBucket.stream_spec(bucket, replicas=replicas))
+        return ObjectBucket(self._inbox, self._streams, bucket)
 
     # --- The end ------------------------------------------------------------------------------
 

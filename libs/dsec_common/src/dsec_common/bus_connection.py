@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 import nats.errors
 import structlog
-from nats.aio.client import Client
 
+from dsec_common.bus_client import DirectClient
 from dsec_common.bus_requests import ReplyInbox
 from dsec_common.bus_types import SERVICE_INBOX_PREFIX, BusConfig
 from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
@@ -34,7 +34,7 @@ class Connection:
 
     def __init__(self, config: BusConfig) -> None:
         self.config = config
-        self.client = Client()
+        self.client = DirectClient()
         self.inbox: ReplyInbox
         self.on_disconnect: list[Callable[[], None]] = []
         self.on_reconnect: list[Callable[[], None]] = []

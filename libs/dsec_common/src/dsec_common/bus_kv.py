@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ _KEY: Final = re.compile(r"[-/_=a-zA-Z0-9]+(?:\.[-/_=a-zA-Z0-9]+)*")
 _BUCKET: Final = re.compile(r"[-_a-zA-Z0-9]+")
 _GONE: Final = frozenset({"DEL", "PURGE"})
 _RECONNECT_PAUSE_S: Final = 0.2
+#: A watcher that hears nothing looks after itself so often; all else wakes it.
+_LOOK_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,20 +190,21 @@ class KeyValue(Generic[MessageT]):
         )
         epoch = self._streams.epoch
         try:
-            watcher = await bucket.watch(pattern)
+            watcher: Any = await bucket.watch(pattern)
         except (nats.errors.Error, nats.js.errors.Error) as error:
             raise DsecError(
                 ErrorCode.UNAVAILABLE,
                 f"cannot watch bucket {self.bucket}: {error}",
                 retry_after_s=_RECONNECT_PAUSE_S,
             ) from error
+        state = watcher._sub._sub._jsi  # noqa: SLF001  the client offers no other way
+        # It would look four times a second whether an answer to the server is due.
+        state._fctask.cancel()  # noqa: SLF001  same
         try:
             while epoch == self._streams.epoch:
+                await _answer_flow_control(self._client, state)
                 try:
-                    # Not the watcher's own `updates`: it loses a cancellation that comes together
-                    # with an update, and whoever watches could then never be stopped.
-                    async with asyncio.timeout(1.0):
-                        update = await anext(watcher)
+                    update = await self._next(watcher)
                 except TimeoutError:
                     continue
                 if update is None:
@@ -210,18 +214,40 @@ class KeyValue(Generic[MessageT]):
                 value = None if gone else decode(update.value, self._message_type)
                 yield Entry(update.key, value, update.revision or 0)
         finally:
-            _cancel_checks(watcher)
+            _cancel_check(state)
             if not self._client.is_closed:
-                await watcher.stop()  # type: ignore[no-untyped-call]
+                await watcher.stop()
+
+    async def _next(self, watcher: Any) -> Any:
+        """Return the next update.
+
+        Raises:
+            TimeoutError: it is time to look, or the connection was lost and is back.
+        """
+        # Not the watcher's own `updates`: it loses a cancellation that comes together with an
+        # update, and whoever watches could then never be stopped.
+        async with asyncio.timeout(_LOOK_S) as wait:
+            self._streams.waits.add(wait)
+            try:
+                return await anext(watcher)
+            finally:
+                self._streams.waits.discard(wait)
 
 
-def _cancel_checks(watcher: Any) -> None:
-    """End the tasks that check a watcher's heartbeats and flow.
+async def _answer_flow_control(client: Client, state: Any) -> None:
+    """Tell the server that what it waits for has been taken in, once that is so."""
+    taken = state._fciseq - state._psub._pending_queue.qsize()  # noqa: SLF001  as its own task does
+    if state._fcr and taken >= state._fcd:  # noqa: SLF001  same
+        reply, state._fcr, state._fcd = state._fcr, None, 0  # noqa: SLF001  same
+        with contextlib.suppress(nats.errors.Error):
+            await client.publish(reply)
+
+
+def _cancel_check(state: Any) -> None:
+    """End the task that checks a watcher's heartbeats.
 
     The client does so only where it can still unsubscribe. Left alone on a connection that drains,
-    the one takes the silence for a lost consumer and makes new ones for as long as it lives.
+    it takes the silence for a lost consumer and makes new ones for as long as it lives.
     """
-    state = watcher._sub._sub._jsi  # noqa: SLF001  the client offers no other way
-    for task in (state._hbtask, state._fctask):  # noqa: SLF001  same
-        if task is not None:
-            task.cancel()
+    if state._hbtask is not None:  # noqa: SLF001  the client offers no other way
+        state._hbtask.cancel()  # noqa: SLF001  same

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
+from dsec_common.bus_client import DirectClient
+from dsec_common.errors import NOBODY_SERVES, DsecError, ErrorCode, invalid, unavailable
+from dsec_common.timers import timers_of
 
 _NO_RESPONDERS: Final = "503"
 _DENIED_PUBLISH: Final = re.compile(
@@ -59,7 +60,7 @@ class _Waiting:
         self.subject = subject
         self.timeout_s = timeout_s
         self.future: asyncio.Future[Msg] = loop.create_future()
-        self.timer = loop.call_later(timeout_s, self._expire)
+        self.timer = timers_of(loop).call_later(timeout_s, self._expire)
 
     def _expire(self) -> None:
         self.fail(
@@ -83,7 +84,7 @@ class ReplyInbox:
     reply could only have come over that connection.
     """
 
-    def __init__(self, client: Client, prefix: str) -> None:
+    def __init__(self, client: DirectClient, prefix: str) -> None:
         self._client = client
         # The server delivers replies by this name alone, so it must not be guessable.
         self._prefix = f"{prefix}.{random.SystemRandom().getrandbits(96):024x}."
@@ -93,9 +94,7 @@ class ReplyInbox:
     async def open(self) -> None:
         """Subscribe; afterwards requests can be sent."""
         # No limits: a limit would drop replies silently, and each has a request that awaits it.
-        await self._client.subscribe(
-            f"{self._prefix}*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0
-        )
+        await self._client.subscribe_directly(f"{self._prefix}*", self._on_reply)
 
     async def request(
         self, subject: str, body: bytes, headers: dict[str, Any] | None, timeout_s: float
@@ -111,8 +110,10 @@ class ReplyInbox:
         token = f"{self._count:x}"
         waiting = _Waiting(subject, timeout_s, asyncio.get_running_loop())
         self._waiting[token] = waiting
+        reply_to = self._prefix + token
         try:
-            await self._client.publish(subject, body, reply=self._prefix + token, headers=headers)
+            if not self._client.publish_at_once(subject, reply_to, body, headers):
+                await self._client.publish(subject, body, reply=reply_to, headers=headers)
             message = await waiting.future
         except nats.errors.Error as error:
             raise to_dsec_error(error, "request to", subject) from error
@@ -124,6 +125,7 @@ class ReplyInbox:
                 f"nobody serves {subject}; check that its service is running and that the project "
                 "and the ids in the subject exist",
                 subject=subject,
+                reason=NOBODY_SERVES,
             )
         return message
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic
 
@@ -22,6 +22,7 @@ from dsec_common.bus_headers import (
     next_traceparent,
     outgoing,
 )
+from dsec_common.bus_intake import PROJECT_BYTES_MAX, Held, Intake
 from dsec_common.bus_order import withdraw
 from dsec_common.bus_types import (
     SERVICES_ONLY_PREFIX,
@@ -60,9 +61,9 @@ class ReplyGuard:
 class Served(Generic[MessageT]):
     """One served subject: what ``Bus.serve`` returns.
 
-    At most ``concurrency`` handlers run, at most ``max_pending`` requests wait for one; a request
-    beyond that is answered ``exhausted`` at once. Nothing is dropped without an answer, but for a
-    request whose reply subject is not allowed.
+    At most ``concurrency`` handlers run, at most ``max_pending`` requests wait for one, of which
+    one project never has all; a request beyond that is answered ``exhausted`` at once. Nothing is
+    dropped without an answer, but for a request whose reply subject is not allowed.
     """
 
     def __init__(
@@ -75,16 +76,18 @@ class Served(Generic[MessageT]):
         max_pending: int,
         send: Send,
         guard: ReplyGuard,
+        held: Held,
     ) -> None:
         self.subject = subject
         self.stats = ServeStats()
         self._request_type = request_type
         self._handler = handler
+        self._held = held
+        self._intake: Intake[tuple[Msg, float]] = Intake(concurrency, max_pending)
         self._concurrency = concurrency
         self._max_pending = max_pending
         self._send = send
         self._guard = guard
-        self._waiting: deque[Msg] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self.subscription: Subscription | None = None
 
@@ -97,44 +100,62 @@ class Served(Generic[MessageT]):
                 subject=message.subject,
                 reply=message.reply,
             )
-        elif len(self._tasks) < self._concurrency:
-            self._tasks.add(asyncio.create_task(self._work(message), name=f"serve {self.subject}"))
-        elif len(self._waiting) < self._max_pending:
-            self._waiting.append(message)
-        else:
-            self.stats.refused += 1
-            await self._answer_error(
+            return
+        project, size = project_of(message.subject), len(message.data)
+        if not self._held.take(project, size):
+            await self._refuse(
                 message,
-                DsecError(
-                    ErrorCode.EXHAUSTED,
-                    f"{self.subject} is serving {self._concurrency} requests and "
-                    f"{self._max_pending} wait; try again a little later",
-                    retry_after_s=self._retry_after_s(),
-                ),
+                f"project {project} has {PROJECT_BYTES_MAX} bytes of requests here already; "
+                "try again a little later",
             )
+        elif self._intake.begin(project):
+            work = self._work(project, message)
+            self._tasks.add(asyncio.create_task(work, name=f"serve {self.subject}"))
+        elif not self._intake.wait(project, (message, time.monotonic())):
+            self._held.give_back(project, size)
+            await self._refuse(
+                message,
+                f"{self.subject} is serving {self._concurrency} requests and "
+                f"{self._max_pending} wait, or as many of project {project} as one may have; "
+                "try again a little later",
+            )
+
+    async def _refuse(self, message: Msg, why: str) -> None:
+        self.stats.refused += 1
+        error = DsecError(ErrorCode.EXHAUSTED, why, retry_after_s=self._retry_after_s())
+        await self._answer_error(message, error)
 
     def _retry_after_s(self) -> float:
         """Estimate when a place is free: what waits, at the rate reached so far."""
         done = max(self.stats.requests, 1)
         mean_s = self.stats.processing_time_s / done
-        return round(max(0.05, mean_s * (len(self._waiting) + 1) / self._concurrency), 3)
+        return round(max(0.05, mean_s * (self._intake.waiting + 1) / self._concurrency), 3)
 
-    async def _work(self, message: Msg) -> None:
-        """Handle ``message`` and then, in the same task, whatever has waited longest."""
+    async def _work(self, project: str, message: Msg, since: float = 0.0) -> None:
+        """Handle ``message`` and then, in the same task, whatever is next of what waits."""
         try:
-            await self._handle(message)
-            while self._waiting:
-                await self._handle(self._waiting.popleft())
+            while True:
+                try:
+                    await self._handle(message, since)
+                finally:
+                    self._intake.end(project)
+                    self._held.give_back(project, len(message.data))
+                following = self._intake.next()
+                if following is None:
+                    return
+                project, (message, since) = following
         finally:
             task = asyncio.current_task()
             if task is not None:
                 self._tasks.discard(task)
 
-    async def _handle(self, message: Msg) -> None:
+    async def _handle(self, message: Msg, since: float = 0.0) -> None:
         started_at = time.monotonic()
         self.stats.in_flight += 1
         try:
             request = self.read(message)
+            if since:
+                request = dataclasses.replace(request, waited_s=started_at - since)
             answer = await self._handler(request)
             if answer is not None and message.reply:
                 await self._send_answer(message, answer)
@@ -209,9 +230,9 @@ class Served(Generic[MessageT]):
         _, late = await asyncio.wait(set(self._tasks), timeout=timeout_s)
         for task in late:
             task.cancel()
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        for message in waiting:
+        waiting = self._intake.take_all()
+        for message, _ in waiting:
+            self._held.give_back(project_of(message.subject), len(message.data))
             await self._answer_error(
                 message,
                 DsecError(ErrorCode.UNAVAILABLE, f"{self.subject}: the service is stopping"),
@@ -219,6 +240,12 @@ class Served(Generic[MessageT]):
         if late:
             await asyncio.wait(late)
         return len(late) + len(waiting)
+
+
+def project_of(subject: str) -> str:
+    """Return the project that a subject names, or the services' own token."""
+    parts = subject.split(".", 3)
+    return parts[2] if len(parts) > 3 else ""  # noqa: PLR2004  dsec.v1.<project>.…
 
 
 def read_request(

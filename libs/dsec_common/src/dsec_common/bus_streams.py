@@ -97,6 +97,8 @@ class Streams:
         self._restoring: asyncio.Task[None] | None = None
         #: Counts the connections so far: what depends on one knows by it when to start again.
         self.epoch = 0
+        #: Time limits that are over when the connection was lost and is back.
+        self.waits: set[asyncio.Timeout] = set()
 
     async def api(
         self, operation: str, payload: dict[str, Any], timeout_s: float = _API_TIMEOUT_S
@@ -133,6 +135,8 @@ class Streams:
     def reconnected(self) -> None:
         """Bring back what a server without a memory may have forgotten; runs in the background."""
         self.epoch += 1
+        for wait in [wait for wait in self.waits if not wait.expired()]:
+            wait.reschedule(asyncio.get_running_loop().time())
         if self._restoring is not None and not self._restoring.done():
             self._restoring.cancel()
         self._restoring = asyncio.create_task(self._restore(), name="restore streams")

@@ -75,6 +75,7 @@ class Request(Generic[MessageT]):
         delivery: how often JetStream has delivered this message, from 1; 0 outside streams.
         sequence: the message's number in its stream; 0 outside streams.
         stored_at: Unix time at which the stream took the message; 0 outside streams.
+        waited_s: how long it waited in this process for its handler.
     """
 
     message: MessageT
@@ -88,6 +89,7 @@ class Request(Generic[MessageT]):
     delivery: int = 0
     sequence: int = 0
     stored_at: float = 0.0
+    waited_s: float = 0.0
 
     @property
     def project(self) -> str:

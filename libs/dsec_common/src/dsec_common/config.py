@@ -13,7 +13,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
@@ -53,6 +53,14 @@ class ServiceConfig(
     drain_timeout_s: float = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+    def completed(self) -> Self:
+        """Return the settings with what a file that they name says; asked for once, at the start.
+
+        Raises:
+            DsecError: ``invalid``: that file makes no sense.
+        """
+        return self
+
 
 def _refuse_unknown(names: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for name in names:
@@ -84,12 +92,21 @@ def _read_file(path: str, service: str, known: Sequence[str]) -> dict[str, Any]:
 
 def _from_text(kind: Any, text: str) -> Any:
     if get_origin(kind) is tuple:
+        if text.lstrip().startswith("["):  # of tables, as JSON
+            return _from_json(text)
         return [part.strip() for part in text.split(",") if part.strip()]
     if kind is bool:
         return text.strip().lower() in {"1", "true", "yes", "on"}
     if get_origin(kind) is dict:
         return dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair)
     return text
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise DsecError(ErrorCode.INVALID, f"{text[:60]!r} is not JSON: {error}") from error
 
 
 def load_config(
@@ -125,11 +142,12 @@ def load_config(
         if flags[name] is not None:
             settings[name] = _from_text(hints[name], flags[name])
     try:
-        return msgspec.convert(settings, kind, strict=False)
+        config = msgspec.convert(settings, kind, strict=False)
     except msgspec.ValidationError as error:
         raise DsecError(
             ErrorCode.INVALID, f"the configuration of {service} is not valid: {error}"
         ) from error
+    return config.completed()
 
 
 def describe(config: ServiceConfig) -> dict[str, Any]:

@@ -35,6 +35,9 @@ class ErrorCode(StrEnum):
 MAY_HAVE_HAPPENED: Final = "may_have_happened"
 """True in the details of an error that leaves open whether the request was carried out."""
 
+NOBODY_SERVES: Final = "nobody_serves"
+"""The ``reason`` in the details when no process took the request: nothing was done."""
+
 #: The ADR-32 service error code (an HTTP-like number) that each error is sent with.
 STATUS_OF: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID: 400,

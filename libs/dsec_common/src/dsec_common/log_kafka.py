@@ -171,6 +171,11 @@ async def is_ready(config: KafkaConfig) -> bool:
         await admin.close()
 
 
+def has_connection(client: Any) -> bool:
+    """Whether an aiokafka client has a connection to any broker now; asks nobody."""
+    return any(connection.connected() for connection in client._conns.values())  # noqa: SLF001  it offers no other way
+
+
 class RecordsTooLargeError(Exception):
     """Kafka refused a batch for its size; the records in it."""
 
@@ -239,10 +244,22 @@ class KafkaLink:
             KafkaError: when no broker answers, or the topics are not what they were: some brokers
                 forget them over a restart, and some make them again with fewer partitions.
         """
-        if self._producer._sender.sender_task.done():  # noqa: SLF001  nothing else tells
-            raise KafkaError("the producer has failed")
         if not await self._producer.client.force_metadata_update():
             raise KafkaConnectionError("no broker answers")
+        self.check()
+
+    def check(self) -> None:
+        """Look, without asking Kafka, whether the connection is still good.
+
+        The client learns of a connection that breaks at once, and then of the topics anew.
+
+        Raises:
+            KafkaError: as :meth:`ping`.
+        """
+        if self._producer._sender.sender_task.done():  # noqa: SLF001  nothing else tells
+            raise KafkaError("the producer has failed")
+        if not has_connection(self._producer.client):
+            raise KafkaConnectionError("the connection is lost")
         for topic, partitions in self._partitions.items():
             if self._producer.client.cluster.partitions_for_topic(topic) != set(partitions):
                 raise UnknownTopicOrPartitionError(f"topic {topic} was made anew")

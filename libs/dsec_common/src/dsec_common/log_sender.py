@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
@@ -24,8 +25,11 @@ _log = structlog.get_logger(__name__)
 _ROUND_FRAMES: Final = 256
 _ROUND_BYTES: Final = 4 * 1024 * 1024
 _BATCH_BYTES: Final = 900_000  # below Kafka's default max.message.bytes, compressed or not
-_PING_EVERY_S: Final = 2.0
+_LOOK_EVERY_S: Final = 2.0
+_PING_EVERY_S: Final = 10.0
 _FIRST_PAUSE_S: Final = 0.1
+_FEW_FRAMES: Final = 16
+_GATHER_S: Final = 0.05
 
 _Lane = list[tuple[int, int, "LogRecord"]]
 
@@ -124,6 +128,10 @@ class Sender:
         if not frames:
             await self._idle(link)
             return
+        if len(frames) < _FEW_FRAMES:
+            # What comes within a moment shares the round: each costs Kafka and us the same.
+            await asyncio.sleep(_GATHER_S)
+            frames = self._spool.peek(_ROUND_FRAMES, _ROUND_BYTES)
         self.in_flight = frames[-1][0]
         await link.prepare({record.topic for _, records in frames for record in records})
         lanes: defaultdict[tuple[str, int], _Lane] = defaultdict(list)
@@ -149,7 +157,7 @@ class Sender:
             pending = set(tasks)
             while pending:
                 done, pending = await asyncio.wait(
-                    pending, timeout=_PING_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
+                    pending, timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_EXCEPTION
                 )
                 for task in done:
                     task.result()
@@ -168,12 +176,17 @@ class Sender:
 
     async def _idle(self, link: KafkaLink) -> None:
         """Wait for work; meanwhile see to it that ``connected`` stays true."""
+        loop = asyncio.get_running_loop()
+        ping_at = loop.time() + _PING_EVERY_S
         self._work.clear()
-        try:
-            async with asyncio.timeout(_PING_EVERY_S):
-                await self._work.wait()
-        except TimeoutError:
-            await link.ping()
+        while not self._work.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    await self._work.wait()
+            link.check()
+            if loop.time() >= ping_at:
+                await link.ping()
+                ping_at = loop.time() + _PING_EVERY_S
 
     def _lighten(self, too_large: list[LogRecord]) -> bool:
         """After a refusal for size: smaller batches; a single record loses its detail, or goes.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import structlog
 import uvloop
@@ -45,6 +46,8 @@ C = TypeVar("C", bound=ServiceConfig)
 EXIT_STOPPED = 0
 EXIT_FATAL = 1
 EXIT_CONFIGURATION = 2
+#: Objects made and not freed before the youngest are looked at; the older ones, more seldom still.
+_COLLECT_AT: Final = (20_000, 20, 100)
 
 
 class ServiceState(StrEnum):
@@ -122,6 +125,11 @@ class Service(Generic[C]):
         if self._fatal is None:
             self._fatal = error
         self._stop.set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed, or a step of its stop has."""
+        return self._fatal is not None
 
     def request_stop(self) -> None:
         """Begin to stop, as SIGTERM does."""
@@ -269,7 +277,20 @@ def main(
         return EXIT_CONFIGURATION
     configure_logging(name, level=config.log_level)
 
+    _collect_seldom()
+
     async def live() -> int:
         return await service(config).run()
 
     return uvloop.run(live())
+
+
+def _collect_seldom() -> None:
+    """Have the garbage collector pass over what stays, and look at the rest less often.
+
+    Requests are freed by counting; only cycles wait for it. With Python's own threshold, 700, it
+    ran some hundred times a second under load, each time in the middle of somebody's request.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AT)

@@ -86,21 +86,73 @@ class ScopedId(NamedTuple):
 
 SANDBOX_VERBS: Final = (
     "exec",
+    "start_exec",
+    "add_arguments",
+    "read_exec",
+    "write_stdin",
+    "resize_exec",
+    "signal_exec",
+    "cancel_exec",
+    "inspect_exec",
+    "list_execs",
     "inspect",
     "delete",
+    "inspect_network",
+    "set_network",
+    "enter_agent_phase",
+    "open_port",
+    "read_port",
+    "write_port",
+    "close_port",
+    "pause",
+    "resume",
+    "touch",
+    "patch",
     "read_file",
     "write_file",
     "stat_file",
     "list_directory",
     "make_directory",
+    "move_file",
+    "copy_file",
+    "delete_file",
+    "write_tree",
+    "read_tree",
+    "watch_files",
+    "snapshot",
+    "fork",
+    "rollback",
 )
-LAYER_VERBS: Final = ("upload", "import", "list", "inspect", "remove")
+LAYER_VERBS: Final = ("upload", "import", "list", "inspect", "tag", "remove")
+POOL_VERBS: Final = ("set", "list", "remove")
+AGENT_VERBS: Final = (
+    "upload",
+    "register",
+    "list",
+    "inspect",
+    "instances",
+    "update",
+    "revoke",
+    "policy",
+)
+DAG_VERBS: Final = ("register", "run", "inspect", "resume")
+SNAPSHOT_VERBS: Final = ("list", "inspect", "delete", "pack")
 ROLLOUT_VERBS: Final = ("next", "feedback", "inspect", "close")
 
 
 def sandbox_create(project: str) -> str:
     """Request/reply: a sandbox now, or a typed refusal."""
     return f"{ROOT}.{validate_project(project)}.sandbox.create"
+
+
+def sandbox_create_gang(project: str) -> str:
+    """Request/reply: several sandboxes, all or none."""
+    return f"{ROOT}.{validate_project(project)}.sandbox.create_gang"
+
+
+def sandbox_waiting(project: str, verb: str) -> str:
+    """Request/reply about a request that waits for Compute Units: ``explain``, ``cancel``."""
+    return f"{ROOT}.{validate_project(project)}.sandbox.{_verb(verb)}"
 
 
 def sandbox_list(project: str) -> str:
@@ -126,9 +178,39 @@ def layer(project: str, node: str, verb: str) -> str:
     return f"{ROOT}.{validate_project(project)}.layer.{validate_node(node)}.{_verb(verb)}"
 
 
+def snapshot(project: str, node: str, verb: str) -> str:
+    """Request/reply with a node about its snapshots; the message names which."""
+    return f"{ROOT}.{validate_project(project)}.snapshot.{validate_node(node)}.{_verb(verb)}"
+
+
+def pool(project: str, verb: str) -> str:
+    """Request/reply with any scheduler about the project's warm pools."""
+    return f"{ROOT}.{validate_project(project)}.pool.{_verb(verb)}"
+
+
+def agent(project: str, verb: str) -> str:
+    """Request/reply with any scheduler about the project's agents: :data:`AGENT_VERBS`."""
+    return f"{ROOT}.{validate_project(project)}.agent.{_verb(verb)}"
+
+
+def dag(project: str, verb: str) -> str:
+    """Request/reply with any scheduler about DAGs of agents: :data:`DAG_VERBS`."""
+    return f"{ROOT}.{validate_project(project)}.dag.{_verb(verb)}"
+
+
+def function_call(project: str) -> str:
+    """Request/reply: one task, run in a sandbox of its own."""
+    return f"{ROOT}.{validate_project(project)}.function.call"
+
+
 def node(project: str, verb: str) -> str:
     """Request/reply with the broker about nodes (``list``, ``inspect``)."""
     return f"{ROOT}.{validate_project(project)}.node.{_verb(verb)}"
+
+
+def force_unlock(project: str) -> str:
+    """Request/reply: end leases of the project, whoever holds them."""
+    return f"{ROOT}.{validate_project(project)}.lease.force_unlock"
 
 
 def rollout_open(project: str) -> str:
@@ -145,7 +227,7 @@ def rollout(project: str, rollout_id: ScopedId, verb: str) -> str:
 
 
 def trace(project: str, verb: str) -> str:
-    """Request/reply with the tracer (``get``)."""
+    """Request/reply with the tracer (``get``, ``cost``)."""
     return f"{ROOT}.{validate_project(project)}.trace.{_verb(verb)}"
 
 
@@ -154,14 +236,24 @@ def trace(project: str, verb: str) -> str:
 USER_SERVICES: Final[tuple[str, ...]] = (
     f"{ROOT}.*.sandbox.create",
     f"{ROOT}.*.sandbox.list",
+    f"{ROOT}.*.sandbox.create_gang",
+    f"{ROOT}.*.sandbox.explain",
+    f"{ROOT}.*.sandbox.cancel",
     f"{ROOT}.*.queue.sandbox.create",
     *(f"{ROOT}.*.sandbox.*.*.{verb}" for verb in SANDBOX_VERBS),
     *(f"{ROOT}.*.layer.*.{verb}" for verb in LAYER_VERBS),
+    *(f"{ROOT}.*.snapshot.*.{verb}" for verb in SNAPSHOT_VERBS),
+    *(f"{ROOT}.*.pool.{verb}" for verb in POOL_VERBS),
+    *(f"{ROOT}.*.agent.{verb}" for verb in AGENT_VERBS),
+    *(f"{ROOT}.*.dag.{verb}" for verb in DAG_VERBS),
+    f"{ROOT}.*.function.call",
     f"{ROOT}.*.node.list",
     f"{ROOT}.*.node.inspect",
+    f"{ROOT}.*.lease.force_unlock",
     f"{ROOT}.*.rollout.open",
     *(f"{ROOT}.*.rollout.*.*.{verb}" for verb in ROLLOUT_VERBS),
     f"{ROOT}.*.trace.get",
+    f"{ROOT}.*.trace.cost",
 )
 
 #: The stream of events that each project may read of its own.
@@ -172,7 +264,7 @@ EVENT_PATTERN: Final = f"{ROOT}.*.evt.>"
 
 
 def sandbox_event(project: str, sandbox_id: ScopedId, what: str) -> str:
-    """Event of a sandbox: ``running``, ``ended``."""
+    """Event of a sandbox: ``running``, ``paused``, ``resumed``, ``resized``, ``ended``."""
     return (
         f"{ROOT}.{validate_project(project)}.evt.sandbox."
         f"{validate_node(sandbox_id.owner)}.{validate_local(sandbox_id.local)}.{_verb(what)}"
@@ -186,9 +278,19 @@ def request_event(project: str, request_id: str, what: str) -> str:
     )
 
 
+def agent_event(project: str, name: str, what: str) -> str:
+    """Event of an agent: ``rolled_back``."""
+    return f"{ROOT}.{validate_project(project)}.evt.agent.{validate_local(name)}.{_verb(what)}"
+
+
 def layer_event(project: str, upload_id: str, what: str) -> str:
     """Event of a layer import: ``progress``."""
     return f"{ROOT}.{validate_project(project)}.evt.layer.{validate_local(upload_id)}.{_verb(what)}"
+
+
+def lease_event(project: str, node_name: str, what: str) -> str:
+    """Event of a project's leases on a node: ``unlocked``."""
+    return f"{ROOT}.{validate_project(project)}.evt.lease.{validate_node(node_name)}.{_verb(what)}"
 
 
 def project_events(project: str) -> str:
@@ -204,6 +306,11 @@ def heartbeat(node_name: str) -> str:
     return f"{ROOT}.{SYSTEM}.heartbeat.{validate_node(node_name)}"
 
 
+def node_alarm(node_name: str, what: str) -> str:
+    """Event for operators, in no project: something is wrong with what services keep of a node."""
+    return f"{ROOT}.{SYSTEM}.evt.node.{validate_node(node_name)}.{_verb(what)}"
+
+
 HEARTBEATS: Final = f"{ROOT}.{SYSTEM}.heartbeat.*"
 
 
@@ -213,8 +320,23 @@ def node_request(node_name: str, verb: str) -> str:
 
 
 def lease(verb: str) -> str:
-    """Request/reply with the broker (``grant``, ``renew``, ``release``)."""
+    """Request/reply with the broker: ``grant``, ``renew``, ``release``, ``transfer``, ``list``."""
     return f"{ROOT}.{SYSTEM}.lease.{_verb(verb)}"
+
+
+FIND_WAITING: Final = f"{ROOT}.{SYSTEM}.waiting.find"
+"""Request to every scheduler: whoever has what waits answers."""
+
+WAITING_REPORTS: Final = f"{ROOT}.{SYSTEM}.waiting.report"
+"""Event: what goes first at a scheduler."""
+
+
+def instance_report(node_name: str) -> str:
+    """Request/reply from a node to any scheduler: which instances of agents began and ended."""
+    return f"{ROOT}.{SYSTEM}.instances.{validate_node(node_name)}"
+
+
+INSTANCE_REPORTS: Final = f"{ROOT}.{SYSTEM}.instances.*"
 
 
 ROLLOUT_SYSTEM_VERBS: Final = ("report", "await", "inspect")
@@ -259,6 +381,11 @@ def any_project_sandbox(node_name: str, verb: str) -> str:
 def any_project_layer(node_name: str, verb: str) -> str:
     """Return the pattern of requests to this node's layer store, of every project."""
     return f"{ROOT}.*.layer.{validate_node(node_name)}.{_verb(verb)}"
+
+
+def any_project_snapshot(node_name: str, verb: str) -> str:
+    """Return the pattern of requests about this node's snapshots, of every project."""
+    return f"{ROOT}.*.snapshot.{validate_node(node_name)}.{_verb(verb)}"
 
 
 def any_project_rollout(shard: str, verb: str) -> str:

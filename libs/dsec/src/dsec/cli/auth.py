@@ -119,6 +119,8 @@ def _server_config(*, listen: str, monitor: str, data: Path, name: str, accounts
     """Return a whole server configuration; what a cluster adds goes beside an ``include`` of it."""
     import msgspec  # noqa: PLC0415  --help stays quick
 
+    from dsec_common.embedded.nats import MAX_PENDING_BYTES  # noqa: PLC0415  as above
+
     def quoted(text: str) -> str:
         return msgspec.json.encode(text).decode()
 
@@ -128,6 +130,7 @@ def _server_config(*, listen: str, monitor: str, data: Path, name: str, accounts
         f"http: {quoted(monitor)}\n"
         f"server_name: {quoted(name)}\n"
         f"max_payload: {_MAX_PAYLOAD_BYTES}\n"
+        f"max_pending: {MAX_PENDING_BYTES}\n"
         f"jetstream {{\n  store_dir: {quoted(str(data / 'jetstream'))}\n}}\n"
         f"{accounts}"
     )

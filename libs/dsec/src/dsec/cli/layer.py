@@ -1,9 +1,8 @@
-"""``dsec layer``: import, list, inspect, rm."""
+"""``dsec layer``: import, build, list, inspect, tag, rm."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 from contextlib import ExitStack
 from enum import StrEnum
@@ -13,54 +12,26 @@ from typing import Annotated, Any
 import typer
 
 from dsec.cli.output import Json, Output, UsageError, age_text, run, size_text, time_text
+from dsec.cli.progress import ImportProgress, tell_line
 
 app = typer.Typer(no_args_is_help=True, help="Layers: the read-only trees sandboxes are made of.")
 
 
 class Kind(StrEnum):
-    """Which of a sandbox's three layers it is."""
+    """Which of a sandbox's layers it is."""
 
     BASE = "base"
     WORKSPACE = "workspace"
     TOOLKIT = "toolkit"
+    DATA = "data"
 
 
-class _ProgressBar:
-    """A bar on standard error while an import runs; nothing where no one watches."""
+class Git(StrEnum):
+    """What an import does with git repositories."""
 
-    def __init__(self, stack: ExitStack, *, shown: bool) -> None:
-        self._progress: Any = None
-        if not shown:
-            return
-        from rich.console import Console  # noqa: PLC0415  only imports pay for it
-        from rich.progress import (  # noqa: PLC0415  as above
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TransferSpeedColumn,
-        )
-
-        self._progress = stack.enter_context(
-            Progress(
-                TextColumn("{task.description:<10}"),
-                BarColumn(),
-                DownloadColumn(binary_units=True),
-                TransferSpeedColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-        )
-        self._stage = ""
-        self._task = self._progress.add_task("start", total=None)
-
-    def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None:
-        if self._progress is None:
-            return
-        if stage != self._stage:
-            self._stage = stage
-            self._progress.reset(self._task, description=stage)
-        self._progress.update(self._task, completed=done_bytes, total=total_bytes or None)
+    KEEP = "keep"
+    CUT = "cut"
+    DROP = "drop"
 
 
 @app.command("import")
@@ -73,14 +44,33 @@ def import_layer(
     name: Annotated[str, typer.Option(help="Its name.")],
     version: Annotated[str, typer.Option(help="Its version; together name@version.")],
     kind: Annotated[Kind, typer.Option(help="Which layer of a sandbox it is.")] = Kind.BASE,
-    oci: Annotated[bool, typer.Option("--oci", help="PATH is a container image.")] = False,
+    oci: Annotated[bool, typer.Option("--oci", help="Refuse what is no container image.")] = False,
+    image: Annotated[
+        str, typer.Option("--image", help="Which image of several, as name:tag; implies --oci.")
+    ] = "",
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", help="Let name:TAG mean it; may be repeated.")
+    ] = None,
     from_host: Annotated[
         bool, typer.Option("--from-host", help="Build a base of this host's shell and Python.")
     ] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Move an existing reference.")] = False,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", help="Leave out paths, such as '**/*.log'; may be repeated."),
+    ] = None,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Leave out caches, histories, backups; cut git.")
+    ] = False,
+    git: Annotated[
+        Git | None, typer.Option("--git", help="What becomes of repositories; cut with --clean.")
+    ] = None,
     json_output: Json = False,
 ) -> None:
-    """Make a layer and put it into the stores of all nodes."""
+    """Make a layer and put it into the stores of all nodes.
+
+    Progress goes to standard error: as a bar on a terminal, as JSON lines with --json.
+    """
 
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
@@ -88,26 +78,78 @@ def import_layer(
         if (path is None) != from_host:
             raise UsageError("give either a PATH or --from-host")
         with ExitStack() as stack:
-            shown = not output.json and sys.stderr.isatty()
+            progress = ImportProgress(stack, json=output.json)
             source = path
             async with client() as dsec:
                 if source is None:
                     output.say("building a root file system of this host's shell and Python …")
                     source = await asyncio.to_thread(_host_root, stack)
                 layers = dsec.layers
-                if oci:
+                options: dict[str, Any] = {}
+                if oci or image:
                     make: Any = layers.import_oci
+                    options["image"] = image
                 else:
-                    is_tree = source.is_dir()
-                    make = layers.import_directory if is_tree else layers.import_tar
+                    make = layers.import_path
                 layer = await make(
                     source,
                     kind=kind.value,
                     name=name,
                     version=version,
+                    tags=tags or (),
                     replace=replace,
-                    progress=_ProgressBar(stack, shown=shown),
+                    exclude=exclude or (),
+                    clean=clean,
+                    git=git.value if git else None,
+                    progress=progress,
+                    **options,
                 )
+        if output.json:
+            output.document(layer)
+        else:
+            if layer.left_out:
+                output.say(f"left out {layer.left_out} entries")
+            output.text(f"{layer.reference}  {layer.digest}  {size_text(layer.size_bytes)}")
+
+    run(work, json=json_output)
+
+
+@app.command()
+def build(
+    recipe: Annotated[Path, typer.Argument(help="A TOML file: a base, packages, files, commands.")],
+    *,
+    name: Annotated[str, typer.Option(help="Its name.")],
+    version: Annotated[str, typer.Option(help="Its version; together name@version.")],
+    tags: Annotated[
+        list[str] | None, typer.Option("--tag", help="Let name:TAG mean it; may be repeated.")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Move an existing reference.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Build a layer in a sandbox: packages, files and commands on a base."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+        from dsec.recipes import build_layer, read_recipe  # noqa: PLC0415  as above
+
+        wanted = read_recipe(recipe)
+
+        def tell(step: str, done: int, count: int) -> None:
+            if output.json:
+                tell_line(step, done, count)
+            else:
+                output.say(f"[{done + 1}/{count}] {step}")
+
+        async with client() as dsec:
+            layer = await build_layer(
+                dsec,
+                wanted,
+                name=name,
+                version=version,
+                tags=tags or (),
+                replace=replace,
+                progress=tell,
+            )
         if output.json:
             output.document(layer)
         else:
@@ -126,22 +168,31 @@ def _host_root(stack: ExitStack) -> Path:
 
 
 @app.command("list")
-def list_layers(*, json_output: Json = False) -> None:
+def list_layers(
+    *,
+    kind: Annotated[Kind | None, typer.Option(help="Only layers of this kind.")] = None,
+    name: Annotated[
+        str, typer.Option(help="Only this name; with * at its end, names that begin so.")
+    ] = "",
+    tag: Annotated[str, typer.Option(help="Only what this tag means.")] = "",
+    json_output: Json = False,
+) -> None:
     """List the project's layers in the stores of all nodes."""
 
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
 
         async with client() as dsec:
-            layers = await dsec.layers.list()
+            layers = await dsec.layers.list(kind=kind.value if kind else None, name=name, tag=tag)
         if output.json:
             output.document(layers)
             return
         output.table(
-            ("LAYER", "KIND", "SIZE", "AGE", "DIGEST", "NODES"),
+            ("LAYER", "TAGS", "KIND", "SIZE", "AGE", "DIGEST", "NODES"),
             (
                 (
                     layer.reference,
+                    ", ".join(layer.tags),
                     str(layer.kind),
                     size_text(layer.size_bytes),
                     age_text(layer.created_at),
@@ -158,7 +209,7 @@ def list_layers(*, json_output: Json = False) -> None:
 
 @app.command()
 def inspect(
-    reference: Annotated[str, typer.Argument(help="name@version or sha256:…")],
+    reference: Annotated[str, typer.Argument(help="name@version, name:tag or sha256:…")],
     *,
     json_output: Json = False,
 ) -> None:
@@ -172,6 +223,7 @@ def inspect(
         if output.json:
             output.document(layer)
             return
+        said = layer.defaults
         output.facts(
             {
                 "layer": layer.reference,
@@ -180,7 +232,19 @@ def inspect(
                 "size": size_text(layer.size_bytes),
                 "entries": str(layer.entries),
                 "created": time_text(layer.created_at),
+                "made of": layer.source_digest or "a directory",
+                "commands have": ""
+                if said is None
+                else " ".join(
+                    [f"{name}={value}" for name, value in said.env.items()]
+                    + [f"cwd {said.cwd}" for _ in said.cwd[:1]]
+                    + [f"user {said.user}" for _ in said.user[:1]]
+                ),
+                "tags": ", ".join(layer.tags),
                 "nodes": ", ".join(layer.nodes),
+                "before": "; ".join(
+                    f"{before.digest} since {time_text(before.at)}" for before in layer.history
+                ),
             }
         )
 
@@ -188,8 +252,34 @@ def inspect(
 
 
 @app.command()
-def rm(references: list[str], *, json_output: Json = False) -> None:
-    """Remove references; an image goes when nothing refers to it."""
+def tag(
+    reference: Annotated[str, typer.Argument(help="name@version")],
+    tag: Annotated[str, typer.Argument(help="The tag; name:TAG means the version afterwards.")],
+    *,
+    json_output: Json = False,
+) -> None:
+    """Let a tag mean a version from now on; sandboxes keep what they have."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            layer = await dsec.layers.tag(reference, tag)
+        if output.json:
+            output.document(layer)
+        else:
+            output.text(f"{layer.reference.partition('@')[0]}:{tag}  {layer.reference}")
+
+    run(work, json=json_output)
+
+
+@app.command()
+def rm(
+    references: Annotated[list[str], typer.Argument(help="name@version or name:tag")],
+    *,
+    json_output: Json = False,
+) -> None:
+    """Remove versions or tags; an image goes when nothing refers to it."""
 
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick

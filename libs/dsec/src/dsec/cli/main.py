@@ -1,7 +1,7 @@
 """The command ``dsec``.
 
 Exit codes: 0 done, 1 failed, 2 the command line or the configuration cannot be meant, 130
-interrupted; ``sandbox exec`` has its own.
+interrupted, 141 nobody reads what is printed; ``sandbox exec`` has its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,26 @@ from typing import Annotated, Final, cast
 import typer
 
 from dsec import __version__
-from dsec.cli import auth, layer, logs, node, project, sandbox, stack
+from dsec.cli import (
+    agent,
+    auth,
+    cost,
+    dag,
+    debug,
+    files,
+    layer,
+    life,
+    logs,
+    network,
+    node,
+    pool,
+    project,
+    simulate,
+    snapshot,
+    stack,
+)
+from dsec.cli import exec as commands
+from dsec.cli.options import COMMAND_LAST
 from dsec.cli.output import EXIT_USAGE, SETTINGS, Json, Output, run
 
 #: What every complaint about a command line is.
@@ -27,16 +46,36 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(sandbox.app, name="sandbox")
+for command in (
+    files.cp,
+    files.ls,
+    files.stat,
+    files.mkdir,
+    files.mv,
+    files.rm,
+    files.watch,
+):
+    commands.app.command()(command)
+app.add_typer(commands.app, name="sandbox")
+app.add_typer(agent.app, name="agent")
+app.add_typer(dag.app, name="dag")
+app.add_typer(snapshot.app, name="snapshot")
 app.add_typer(layer.app, name="layer")
 app.add_typer(node.app, name="node")
+app.add_typer(network.app, name="network")
+app.add_typer(pool.app, name="pool")
 app.add_typer(project.app, name="project")
 app.add_typer(auth.app, name="auth")
+app.add_typer(debug.app, name="debug")
+app.command("run", context_settings=COMMAND_LAST)(life.run_command)
+app.command("call", context_settings=COMMAND_LAST)(pool.call)
 app.command()(stack.up)
 app.command()(stack.down)
 app.command()(stack.status)
 app.command()(logs.logs)
 app.command()(logs.trace)
+app.command()(cost.cost)
+app.command()(simulate.simulate)
 
 
 def _print_version(asked: bool) -> None:

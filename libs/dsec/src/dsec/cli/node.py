@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from dsec.cli.output import Json, Output, age_text, run, size_text
+from dsec_common.wire.node import NodeHeartbeat, NodeInfo
 
 app = typer.Typer(no_args_is_help=True, help="Nodes: what they have and what is taken.")
 
@@ -41,8 +42,35 @@ def list_nodes(*, json_output: Json = False) -> None:
             ),
             empty="no nodes; start one with `dsec up`",
         )
+        for node in reply.nodes:
+            for note in _worth_saying(node):
+                output.text(f"{node.node}: {note}")
+        if reply.nodes:
+            ready = sum(node.ready for node in reply.nodes)
+            output.text(f"{ready} Ready, {reply.cu_total:g} CU")
 
     run(work, json=json_output)
+
+
+def _gpus_text(beat: NodeHeartbeat) -> str:
+    busy = {reading.uuid: f", {reading.utilisation:.0%} busy" for reading in beat.gpu_readings}
+    return (
+        "; ".join(
+            f"{gpu.index}: {gpu.model or '?'}"
+            + (f" ({gpu.mode}{busy.get(gpu.uuid, '')})" if gpu.healthy else " (unhealthy)")
+            for gpu in beat.gpus
+        )
+        or "-"
+    )
+
+
+def _worth_saying(node: NodeInfo) -> tuple[str, ...]:
+    """Return every reason why something of a node counts for nothing.
+
+    A machine without GPUs has no driver either, which nobody needs to be told of in a list.
+    """
+    missing = node.heartbeat.missing.get("gpu", "")
+    return node.notes + ((missing,) if missing and node.heartbeat.machine.driver else ())
 
 
 @app.command()
@@ -76,7 +104,13 @@ def inspect(name: str, *, json_output: Json = False) -> None:
                     f"{size_text(beat.capacity.memory_bytes)}"
                 ),
                 "compute units": f"{node.cu_allocated:g} of {node.cu_total:g}",
-                "gpus": ", ".join(gpu.model for gpu in beat.gpus) or "-",
+                "gpus": _gpus_text(beat),
+                "driver": beat.machine.driver or "-",
+                "disk": (
+                    f"{size_text(beat.machine.disk_bytes)}, "
+                    f"{size_text(beat.disk_bytes_available)} free"
+                ),
+                "kernel": f"{beat.machine.kernel} ({' '.join(beat.machine.features)})",
                 "layer store": beat.store_id or "-",
                 "notes": "; ".join(node.notes) or "-",
                 "missing": "; ".join(f"{key}: {why}" for key, why in beat.missing.items()) or "-",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -17,6 +19,7 @@ from dsec_common.errors import DsecError, ErrorCode
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
+EXIT_PIPE_CLOSED: Final = 141
 
 Json = Annotated[
     bool,
@@ -125,14 +128,14 @@ def run(
     work: Callable[[Output], Awaitable[int | None]],
     *,
     json: bool,
-    failure: int = EXIT_FAILURE,
+    failure: Callable[[DsecError | None], int] = lambda _: EXIT_FAILURE,
 ) -> None:
     """Run a command's work and leave the process with its exit code.
 
     Args:
         work: returns the exit code; None means 0.
         json: whether the caller wants JSON.
-        failure: the exit code of a failure of the platform.
+        failure: returns the exit code of a failure; None is one of this machine's.
     """
     from dsec_common.logging import configure_logging  # noqa: PLC0415  not needed for --help
 
@@ -144,16 +147,20 @@ def run(
 
     try:
         code = asyncio.run(live())
+        sys.stdout.flush()
     except DsecError as error:
         if SETTINGS.debug:
             raise
         output.error(error)
-        raise typer.Exit(failure) from None
+        raise typer.Exit(failure(error)) from None
     except UsageError as error:
         output.usage(str(error))
         raise typer.Exit(EXIT_USAGE) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:  # whoever reads has read enough
+        _let_go_of_standard_output()
+        raise typer.Exit(EXIT_PIPE_CLOSED) from None
     except OSError as error:
         if SETTINGS.debug:
             raise
@@ -161,9 +168,17 @@ def run(
         missing = isinstance(error, FileNotFoundError)
         kind = ErrorCode.NOT_FOUND if missing else ErrorCode.INVALID
         output.error(DsecError(kind, f"{what}{error.strerror or error}"))
-        raise typer.Exit(failure) from None
+        raise typer.Exit(failure(None)) from None
     if code:
         raise typer.Exit(code)
+
+
+def _let_go_of_standard_output() -> None:
+    """Have what is still to be printed at the process's end go nowhere, without a complaint."""
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def size_text(size_bytes: int) -> str:

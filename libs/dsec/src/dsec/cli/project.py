@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Projects: each has an account of its own.")
 
 
-def _open() -> tuple[AuthDirectory, tuple[str, ...]]:
+def operator() -> tuple[AuthDirectory, tuple[str, ...]]:
     """Return the operator's directory and the servers that run, none when all is down."""
     from dsec.connection import read_context, state_directory  # noqa: PLC0415  --help stays quick
     from dsec.stack.layout import Layout  # noqa: PLC0415  as above
@@ -44,7 +44,7 @@ def create(name: str, *, json_output: Json = False) -> None:
     async def work(output: Output) -> None:
         from dsec_common.bus_admin import announce_project  # noqa: PLC0415  --help stays quick
 
-        auth, servers = _open()
+        auth, servers = operator()
         credentials = auth.create_project(name)
         if servers:
             await announce_project(auth, servers, name)
@@ -63,7 +63,7 @@ def list_projects(*, json_output: Json = False) -> None:
     """List the projects and where their credentials are."""
 
     async def work(output: Output) -> None:
-        auth, _ = _open()
+        auth, _ = operator()
         found = [(name, str(auth.project(name))) for name in auth.projects()]
         if output.json:
             output.document(
@@ -82,7 +82,7 @@ def rm(name: str, *, json_output: Json = False) -> None:
     async def work(output: Output) -> None:
         from dsec_common.bus_admin import retire_project  # noqa: PLC0415  --help stays quick
 
-        auth, servers = _open()
+        auth, servers = operator()
         if servers:
             await retire_project(auth, servers, name)
         else:

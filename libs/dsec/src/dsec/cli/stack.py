@@ -63,6 +63,13 @@ def up(
     layers_directory: Annotated[
         Path | None, typer.Option(help="Layer store, if elsewhere (it may be shared).")
     ] = None,
+    uplink: Annotated[
+        bool,
+        typer.Option(
+            help="Lead sandboxes whose policy says so outside, by this machine's default route; "
+            "has the machine forward packets while it runs."
+        ),
+    ] = True,
     start_timeout: Annotated[float, typer.Option(help="Seconds each part may take.")] = 60.0,
     log_level: Annotated[str, typer.Option(help="Of the services.")] = "info",
     json_output: Json = False,
@@ -85,6 +92,7 @@ def up(
             node_prefix=node_prefix,
             sandboxd=not without_sandboxd,
             layers_directory=layers_directory.absolute() if layers_directory else None,
+            uplink=uplink,
             start_timeout_s=start_timeout,
             log_level=log_level,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dsec.stack.identity import ProcessIdentity, wait_exit
 from dsec_common.errors import DsecError, ErrorCode, invalid
+from dsec_common.processes import ProcessIdentity, wait_exit
 
 _POLL_S: Final = 0.02
 _EXIT_CONFIGURATION: Final = 2
@@ -44,6 +45,7 @@ class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
         arguments: its configuration.
         runtime_file: where it tells its state.
         log: where its output goes, appended.
+        niceness: how far it stands back when processors are short, as nice(2) counts.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...]
     runtime_file: Path
     log: Path
+    niceness: int = 0
 
 
 class Child:
@@ -82,7 +85,7 @@ class Child:
             command = [setpriv, "--pdeathsig", "TERM", "--", *command]
         self.spec.runtime_file.unlink(missing_ok=True)
         with self.spec.log.open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -90,6 +93,11 @@ class Child:
                 # Ctrl-C is for the supervisor, which stops its children in order.
                 process_group=0,
             )
+        if self.spec.niceness:
+            with contextlib.suppress(OSError):  # it has ended, which is found out soon
+                niceness = os.getpriority(os.PRIO_PROCESS, 0) + self.spec.niceness
+                os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
+        return process
 
     def _runtime(self) -> RuntimeState | None:
         try:

@@ -13,9 +13,9 @@ from typing import Final, Self
 import msgspec
 
 from dsec.connection import CONTEXT_FILE
-from dsec.stack.identity import ProcessIdentity
 from dsec.stack.sweep import hold_node_name, remove_run_directory, sweep_node
 from dsec_common.errors import DsecError, ErrorCode, invalid
+from dsec_common.processes import ProcessIdentity
 
 #: A node daemon's part is called this and the node's name.
 NODE_PART_PREFIX: Final = "sandboxd-"

@@ -18,6 +18,8 @@ NATS_PORT: Final = 4222
 SANDBOXD: Final = "sandboxd"
 #: In the order in which they stop: first who makes work, last who must still answer the others.
 CORE_SERVICES: Final = ("chronus", "tracer", "scheduler", "broker")
+#: On one machine reading logs back must not slow what writes them; it catches up.
+_NICENESS: Final = {"tracer": 5}
 
 
 class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +34,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
         node_prefix: nodes are called ``<prefix>-1``, ``<prefix>-2``, …
         sandboxd: whether to run nodes at all; they need root.
         layers_directory: the nodes' shared layer store; None keeps it in the state directory.
+        uplink: whether sandboxes may get outside by this machine's default route, if it has one.
         start_timeout_s: how long each part may take to start.
         log_level: of the services.
     """
@@ -44,6 +47,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     node_prefix: str = "node"
     sandboxd: bool = True
     layers_directory: Path | None = None
+    uplink: bool = True
     start_timeout_s: float = 60.0
     log_level: str = "info"
 
@@ -96,6 +100,7 @@ def service_specs(
             arguments=(*flags, *more),
             runtime_file=runtime_file,
             log=layout.logs / f"{name}.log",
+            niceness=_NICENESS.get(role, 0),
         )
 
     nodes = [
@@ -106,6 +111,7 @@ def service_specs(
             f"--node={node}",
             f"--layers-directory={layers}",
             f"--run-directory={layout.run / node}",
+            *(("--network-uplink=auto",) if options.uplink else ()),
         )
         for node in options.node_names()
     ]

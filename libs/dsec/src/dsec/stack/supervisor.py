@@ -9,20 +9,20 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from dsec.channel import Channel
 from dsec.connection import Context, write_context
+from dsec.inventory import list_nodes
 from dsec.stack.child import Child, Report
-from dsec.stack.identity import ProcessIdentity
 from dsec.stack.layout import NODE_PART_PREFIX, Layout, PartRecord, StackLock, StackRecord
 from dsec.stack.options import NATS_PORT, StackOptions, service_specs
 from dsec.stack.sweep import hold_node_name, sweep_node
-from dsec_common import subjects
 from dsec_common.accounts import AuthDirectory
 from dsec_common.bus import Bus, BusConfig
 from dsec_common.embedded.kafka import KafkaProvider, open_kafka
 from dsec_common.embedded.nats import NatsServer
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.processes import ProcessIdentity
 from dsec_common.subjects import DEFAULT_PROJECT
-from dsec_common.wire.node import ListNodes, NodeList
 
 #: Above what a service takes at most to drain and close.
 _STOP_TIMEOUT_S: Final = 45.0
@@ -151,9 +151,7 @@ class Supervisor:
             async with asyncio.timeout(self.options.start_timeout_s):
                 while wanted:
                     with contextlib.suppress(DsecError):
-                        reply = await bus.request(
-                            subjects.node(context.project, "list"), ListNodes(), NodeList
-                        )
+                        reply = await list_nodes(Channel(bus, context.project))
                         reasons = {node.node: node.reason for node in reply.nodes}
                         wanted -= {node.node for node in reply.nodes if node.ready}
                     await asyncio.sleep(_NODES_POLL_S)

@@ -1,4 +1,4 @@
-"""What a node daemon that was killed leaves in the kernel: its sandboxes, cgroups and mounts.
+"""What a node daemon that was killed leaves: sandboxes, cgroups, mounts, its way outside.
 
 A daemon that starts again under the same name removes them itself; this is for when none will.
 """
@@ -13,6 +13,9 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Final
+
+from dsec_common.forwarding import put_back_unneeded
+from dsec_common.host_side import remove_table, table_of
 
 CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
@@ -38,6 +41,9 @@ def hold_node_name(node: str) -> socket.socket | None:
 def sweep_node(node: str) -> bool:
     """End every sandbox of a node and remove its cgroups; return whether there was anything.
 
+    Its rules on the host go, too, and what the host does for no other node any more; its device
+    goes with its run directory.
+
     Only call it when the node's daemon is dead.
     """
     name = f"dsec-{node}"
@@ -54,6 +60,8 @@ def sweep_node(node: str) -> bool:
         left = [tree for tree in left if not _remove_tree(tree)]
         if left:
             time.sleep(_POLL_S)
+    remove_table(table_of(node))
+    put_back_unneeded()
     return bool(trees)
 
 

@@ -20,6 +20,9 @@ from dsec_common.errors import DsecError, ErrorCode, unavailable
 
 _POLL_S: Final = 0.005
 _MAX_PAYLOAD_BYTES: Final = 1024 * 1024
+#: What may be on its way to one connection before the server gives it up. Its own default is what
+#: sixty-four uploads to one node send ahead.
+MAX_PENDING_BYTES: Final = 256 * 1024 * 1024
 
 
 def find_nats_server() -> str:
@@ -90,6 +93,7 @@ class NatsServer:
             "server_name: dsec",
             f"ports_file_dir: {json.dumps(str(self.directory))}",
             f"max_payload: {_MAX_PAYLOAD_BYTES}",
+            f"max_pending: {MAX_PENDING_BYTES}",
             "jetstream {",
             f"  store_dir: {json.dumps(str(self.directory / 'jetstream'))}",
             *(["  sync_interval: always"] if self._sync_always else []),
@@ -122,6 +126,14 @@ class NatsServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                # Its heap is small and short-lived: by Go's own rule it would be collected all the
+                # time. It shares the machine with all it serves, whom its idle threads would only
+                # take turns from: half of the processors carry more than they can send.
+                env={
+                    "GOGC": "400",
+                    "GOMAXPROCS": str(max(1, (os.cpu_count() or 1) // 2)),
+                    **os.environ,
+                },
                 # A Ctrl-C in the terminal is for the parent, which stops its children in order.
                 process_group=0,
             )

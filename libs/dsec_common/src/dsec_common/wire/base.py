@@ -23,6 +23,34 @@ MSGPACK: Final = "application/msgpack"
 M = TypeVar("M", bound="Message")
 
 _ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
+_PAIRS: Final = tuple(first + second for first in _ALPHABET for second in _ALPHABET)
+_SHIFTS: Final = tuple(range(120, -1, -10))
+_RANDOM_BYTES: Final = 10
+_RANDOM_AT_ONCE: Final = 400
+
+
+class _Randomness:
+    """The kernel's random bytes, fetched for some ids at once; a fork begins with none."""
+
+    def __init__(self) -> None:
+        self._bytes = b""
+        self._at = 0
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._bytes = b""
+        self._at = 0
+
+    def take(self) -> bytes:
+        start, end = self._at, self._at + _RANDOM_BYTES
+        if end > len(self._bytes):
+            self._bytes = os.urandom(_RANDOM_BYTES * _RANDOM_AT_ONCE)
+            start, end = 0, _RANDOM_BYTES
+        self._at = end
+        return self._bytes[start:end]
+
+
+_randomness: Final = _Randomness()
 
 
 def new_id() -> str:
@@ -31,12 +59,8 @@ def new_id() -> str:
     The layout is ULID's (Crockford base 32), in lower case so that it is also a file name and a
     NATS token.
     """
-    number = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10), "big")
-    characters = []
-    for _ in range(26):
-        characters.append(_ALPHABET[number & 31])
-        number >>= 5
-    return "".join(reversed(characters))
+    number = (int(time.time() * 1000) << 80) | int.from_bytes(_randomness.take(), "big")
+    return "".join([_PAIRS[number >> shift & 1023] for shift in _SHIFTS])
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):

@@ -7,7 +7,10 @@ from typing import Final
 
 import msgspec
 
-from dsec_common.wire.base import Message
+from dsec_common.compute.model import GpuDemand, ServiceClass
+from dsec_common.wire.base import ErrorReply, Message
+from dsec_common.wire.network import NetworkPolicy
+from dsec_common.wire.task import TaskFiles, WarmUse
 
 MIB: Final = 1024 * 1024
 
@@ -27,31 +30,69 @@ class SandboxState(StrEnum):
 
     CREATING = "creating"
     RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    RESUMING = "resuming"
     DELETING = "deleting"
     ENDED = "ended"
 
 
+class IdleAction(StrEnum):
+    """What a node does with a sandbox that nobody has used for its idle time."""
+
+    END = "end"
+    PAUSE = "pause"
+
+
 class EndCause(StrEnum):
-    """Why a sandbox ended; kept after it."""
+    """Why a sandbox ended; kept after it.
+
+    ``deleted``: its owner asked; ``expired``: its time to live was over; ``idle``: nobody used it
+    for its idle time; ``oom``: its memory ran out; ``exhausted``: it took more than its part of
+    what the kernel cannot limit, locks on ranges of files; ``lease_lost``: its Compute Units
+    are another's or nobody's; ``exited``: its first process ended;
+    ``killed``: its first process was killed from outside; ``node_restarted``: its node stopped or
+    was started again; ``create_failed``: it never ran; ``rollback_failed``: neither its old nor its
+    new state could be brought up.
+    """
 
     DELETED = "deleted"
     EXPIRED = "expired"
+    IDLE = "idle"
     OOM = "oom"
+    EXHAUSTED = "exhausted"
+    LEASE_LOST = "lease_lost"
     EXITED = "exited"
+    KILLED = "killed"
     NODE_RESTARTED = "node_restarted"
+    ROLLBACK_FAILED = "rollback_failed"
     CREATE_FAILED = "create_failed"
+
+
+class CpuClass(StrEnum):
+    """Who goes first when processors are short."""
+
+    LATENCY_SENSITIVE = "latency_sensitive"
+    """Shares processors by its ``cpus``."""
+    BEST_EFFORT = "best_effort"
+    """Runs on what all others leave (``SCHED_IDLE``); nothing inside can undo it."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What one sandbox may use; all of it is enforced by the kernel.
 
     Attributes:
-        cpus: processors' worth of CPU time, as a share under contention.
+        cpus: processors' worth of CPU time, a share under contention; idle ones may give more.
         memory_bytes: memory, the writable layer included; over it, the OOM killer ends a process.
         pids: processes and threads.
         disk_bytes: size of the writable layer, which lives in memory.
         inodes: files and directories in the writable layer.
-        cu: Compute Units of GPU; above 0 the scheduler takes a lease from the broker.
+        cu: just so many Compute Units of GPU: the short form of :class:`CreateSandbox`'s ``gpu``.
+        cpu_class: see :class:`CpuClass`; a ``best_effort`` sandbox's ``cpus`` are no share.
+        core_scheduling: never on one processor core (two hardware threads) with another sandbox;
+            ``unsupported`` where the kernel cannot do it.
+        oom_group: over its memory the sandbox ends whole, with cause ``oom``, not one process.
+        cpu_quota: never more than ``cpus``, even while processors are idle.
     """
 
     cpus: float = 1.0
@@ -60,6 +101,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int = 128 * MIB
     inodes: int = 32_768
     cu: float = 0.0
+    cpu_class: CpuClass = CpuClass.LATENCY_SENSITIVE
+    core_scheduling: bool = False
+    oom_group: bool = False
+    cpu_quota: bool = False
 
 
 class ExecCommand(Message, frozen=True, kw_only=True):
@@ -68,20 +113,22 @@ class ExecCommand(Message, frozen=True, kw_only=True):
     Attributes:
         argv: program and arguments; the program is looked up on the command's ``PATH``.
         env: variables on top of the sandbox's own.
-        cwd: working directory, absolute.
-        user: name or ``uid[:gid]`` inside the sandbox.
+        cwd: working directory, absolute; empty for the sandbox's own.
+        user: name or ``uid[:gid]`` inside the sandbox; empty for the sandbox's own.
         stdin: bytes given to the command, then end of file.
         timeout_s: after it the whole process tree gets TERM, then KILL; at least 0.001.
         output_limit_bytes: kept of each stream; what is more is read and dropped.
+        merge_stderr: standard error goes where standard output goes, in the order of printing.
     """
 
     argv: tuple[str, ...]
     env: dict[str, str] = msgspec.field(default_factory=dict)
-    cwd: str = "/"
-    user: str = "root"
+    cwd: str = ""
+    user: str = ""
     stdin: bytes = b""
     timeout_s: float = 60.0
     output_limit_bytes: int = MAX_OUTPUT_BYTES
+    merge_stderr: bool = False
 
 
 class ExecResult(Message, frozen=True, kw_only=True):
@@ -92,6 +139,8 @@ class ExecResult(Message, frozen=True, kw_only=True):
         signal: the signal's number, or None.
         timed_out: the platform ended it at ``timeout_s``; the output so far is kept.
         oom: the kernel's out-of-memory killer ended a process of the sandbox meanwhile.
+        oom_process: which, by name; empty where the node's kernel does not tell.
+        oom_pid: its process id inside; 0 when it was gone before it could be asked.
         duration_s: from start to end, measured by the node.
     """
 
@@ -104,24 +153,46 @@ class ExecResult(Message, frozen=True, kw_only=True):
     timed_out: bool = False
     oom: bool = False
     duration_s: float = 0.0
+    oom_process: str = ""
+    oom_pid: int = 0
 
 
 class CreateSandbox(Message, frozen=True, kw_only=True):
     """Ask for a sandbox.
 
     Attributes:
-        base: base image layer, ``name@version`` or ``sha256:…``.
+        base: base image layer, ``name@version`` or ``sha256:…``; empty with a ``snapshot``.
         workspace: the layer over it, or empty.
-        toolkits: the layers on top, lowest first.
+        toolkits: the layers on top, toolkits and data, lowest first.
         limits: see :class:`Limits`.
-        env: variables of every command in it.
+        env: variables of every command in it, on top of those that its base's image says.
         labels: the caller's own, returned in listings.
         agent: the agent type written into behaviour logs.
+        agent_version: makes the sandbox an instance of this version of the registered ``agent``;
+            ``active`` is the one that new work goes to. Empty is that, too, where the project has
+            registered such an agent, and nothing where it has not.
         rollout_id: binds the sandbox's agent socket to this rollout.
-        ttl_s: the node ends the sandbox after this many seconds; 0 means never.
+        ttl_s: the node ends the sandbox after this many seconds; 0 means never. See
+            :class:`~dsec_common.wire.life.TouchSandbox`.
+        idle_ttl_s: after so many seconds without use the node takes ``idle_action``; 0 means never.
+            A request uses it until it is answered, so does a call of its agent.
+        idle_action: ``end`` or ``pause``.
+        command: the first command, run as soon as the sandbox runs and answered with it. How it
+            ends is a result; the sandbox is there all the same.
+        delete_after: the sandbox goes when ``command`` has ended.
+        network: what it may reach; None is nothing.
+        setup_network: what it may reach until ``enter_agent_phase`` is asked for, if that differs.
+        snapshot: its files are those of this snapshot, which also names the layers below.
         idempotency_key: the same key with the same arguments returns the same sandbox; with other
             arguments it is a ``conflict``. Empty means no key.
         timeout_s: how long the caller waits for an answer.
+        warm: see :class:`WarmUse`.
+        task: files to write before ``command``, and to answer with its end.
+        cwd: of commands that name none; empty for what its base's image says, or ``/``.
+        user: of commands that name none; empty for what its base's image says, or ``root``.
+        gpu: GPUs that the scheduler takes a lease on from the broker.
+        service_class: what is promised to a request with ``gpu``.
+        priority: among those that wait for Compute Units the higher goes first.
     """
 
     base: str
@@ -133,12 +204,41 @@ class CreateSandbox(Message, frozen=True, kw_only=True):
     agent: str = ""
     rollout_id: str = ""
     ttl_s: float = 0.0
+    idle_ttl_s: float = 0.0
+    idle_action: IdleAction = IdleAction.END
+    command: ExecCommand | None = None
+    delete_after: bool = False
+    network: NetworkPolicy | None = None
+    setup_network: NetworkPolicy | None = None
     idempotency_key: str = ""
     timeout_s: float = 30.0
+    snapshot: str = ""
+    warm: WarmUse = WarmUse.PREFER
+    task: TaskFiles | None = None
+    cwd: str = ""
+    user: str = ""
+    agent_version: str = ""
+    gpu: GpuDemand | None = None
+    service_class: ServiceClass = ServiceClass.STANDARD
+    priority: int = 0
+
+    @property
+    def gpu_demand(self) -> GpuDemand | None:
+        """What it asks of GPUs, in either form; None for nothing."""
+        if self.gpu is not None or not self.limits.cu:
+            return self.gpu
+        return GpuDemand(min_cu=self.limits.cu, max_cu=self.limits.cu)
 
 
 class SandboxCreated(Message, frozen=True, kw_only=True):
-    """The sandbox runs and answers commands."""
+    """The sandbox runs and answers commands.
+
+    Attributes:
+        result: how the request's command ended, if it had one and it was run.
+        error: why it was not run, or why what came of it is not known.
+        warm: it had been made ahead of need.
+        files: those of the request's task that were to be read and are there.
+    """
 
     sandbox_id: str
     node: str
@@ -147,10 +247,30 @@ class SandboxCreated(Message, frozen=True, kw_only=True):
     limits: Limits
     lease_id: str = ""
     create_ms: float = 0.0
+    result: ExecResult | None = None
+    error: ErrorReply | None = None
+    warm: bool = False
+    files: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class SandboxInfo(Message, frozen=True, kw_only=True):
-    """A sandbox as its node knows it; the cause stays after the end."""
+    """A sandbox as its node knows it; the cause stays after the end.
+
+    Attributes:
+        expires_at: Unix time at which its node ends it; 0 means never.
+        idle_s: how long nobody has used it; told by an inspection while it runs.
+        paused_at: since when it stands still; 0 when it does not.
+        memory_bytes_used: told, as the two after it, by an inspection, and by a listing that asks
+            for ``usage``, of a sandbox that runs or stands still; else None.
+        first_command: ``running``, ``done`` or ``lost``, told by an inspection of a sandbox that
+            was created with a command; ``result``, ``error`` and ``files`` are those of
+            :class:`SandboxCreated`, the output perhaps shorter.
+        snapshot: the snapshot that it was made from, last put back to or last taken of.
+        daemon_s: told by an inspection: since when its node's daemon has been there. What was asked
+            before that, an earlier one was asked.
+        paused_s: told by an inspection: how long it has stood still in all. Its commands' time
+            limits stood still with it.
+    """
 
     sandbox_id: str
     project: str
@@ -161,13 +281,26 @@ class SandboxInfo(Message, frozen=True, kw_only=True):
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     agent: str = ""
     rollout_id: str = ""
+    ttl_s: float = 0.0
     expires_at: float = 0.0
+    idle_ttl_s: float = 0.0
+    idle_action: IdleAction = IdleAction.END
+    idle_s: float = 0.0
+    paused_at: float = 0.0
     ended_at: float = 0.0
     end_cause: EndCause | None = None
     end_detail: str = ""
-    memory_bytes_used: int = 0
-    cpu_seconds_used: float = 0.0
-    pids_used: int = 0
+    memory_bytes_used: int | None = None
+    cpu_seconds_used: float | None = None
+    pids_used: int | None = None
+    first_command: str = ""
+    result: ExecResult | None = None
+    error: ErrorReply | None = None
+    snapshot: str = ""
+    files: dict[str, bytes] = msgspec.field(default_factory=dict)
+    daemon_s: float = 0.0
+    paused_s: float = 0.0
+    agent_version: str = ""
 
 
 class InspectSandbox(Message, frozen=True, kw_only=True):
@@ -192,22 +325,41 @@ class ListSandboxes(Message, frozen=True, kw_only=True):
         include_ended: also those whose record is kept after their end.
         labels: only sandboxes that carry all of these.
         after: the id of the last sandbox of the page before; empty for the first page.
+        states: only sandboxes in one of these; naming ``ended`` includes the ended.
+        agent: only those of this agent type.
+        rollout_id: only those of this rollout.
+        created_after: only those created at this Unix time or later; 0 means any.
+        created_before: only those created before it; 0 means any.
+        limit: at most so many in a page; 0 leaves it to the size of a message.
+        cursor: ``next_cursor`` of the page before, in place of ``after``; for the same question
+            only.
+        usage: tell what each uses, too, which costs its node a few reads from the kernel.
     """
 
     include_ended: bool = False
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     after: str = ""
+    states: tuple[SandboxState, ...] = ()
+    agent: str = ""
+    rollout_id: str = ""
+    created_after: float = 0.0
+    created_before: float = 0.0
+    limit: int = 0
+    cursor: str = ""
+    usage: bool = False
 
 
 class SandboxList(Message, frozen=True, kw_only=True):
     """One page of the sandboxes found, oldest first, and the nodes that did not answer in time.
 
-    ``more`` says that a further page exists: ask again with ``after`` the last one's id.
+    ``more`` says that a further page exists: ask again with ``next_cursor``, or with ``after`` the
+    last one's id.
     """
 
     sandboxes: tuple[SandboxInfo, ...] = ()
     silent_nodes: tuple[str, ...] = ()
     more: bool = False
+    next_cursor: str = ""
 
 
 def listing_order(sandbox_id: str) -> tuple[str, str]:
@@ -217,12 +369,19 @@ def listing_order(sandbox_id: str) -> tuple[str, str]:
 
 
 class ReadFile(Message, frozen=True, kw_only=True):
-    """Read a piece of a regular file; symlinks are followed inside the sandbox only."""
+    """Read a piece of a regular file; symlinks are followed inside the sandbox only.
+
+    Attributes:
+        download_id: the same for all pieces of one download: the file is opened once for them.
+        final: all pieces have been asked for; the answer carries their hash and ends the download.
+    """
 
     path: str
     offset: int = 0
     length: int = FILE_CHUNK_BYTES
     user: str = "root"
+    download_id: str = ""
+    final: bool = False
 
 
 class FileChunk(Message, frozen=True, kw_only=True):
@@ -234,6 +393,7 @@ class FileChunk(Message, frozen=True, kw_only=True):
     end_of_file: bool
     mode: int = 0o644
     version: str = ""
+    sha256: str = ""
 
 
 class WriteFile(Message, frozen=True, kw_only=True):
@@ -243,7 +403,9 @@ class WriteFile(Message, frozen=True, kw_only=True):
         upload_id: the same for all pieces of one file.
         final: this is the last piece; ``size_bytes`` and ``sha256`` are then checked and the file
             takes its place by a rename, or nothing changes.
+        mode: permission bits of a new file. One that is replaced keeps its own, and its owner.
         make_parents: create missing parent directories.
+        change_mode: a file that is replaced gets ``mode``, too.
     """
 
     path: str
@@ -256,6 +418,7 @@ class WriteFile(Message, frozen=True, kw_only=True):
     mode: int = 0o644
     user: str = "root"
     make_parents: bool = True
+    change_mode: bool = False
 
 
 class FileWritten(Message, frozen=True, kw_only=True):
@@ -283,6 +446,8 @@ class FileInfo(Message, frozen=True, kw_only=True):
     mode: int = 0
     modified_at: float = 0.0
     link_target: str = ""
+    user_id: int = 0
+    group_id: int = 0
 
 
 class StatFile(Message, frozen=True, kw_only=True):
@@ -293,27 +458,39 @@ class StatFile(Message, frozen=True, kw_only=True):
 
 
 class ListDirectory(Message, frozen=True, kw_only=True):
-    """Ask for a directory's entries, sorted by name; ``after`` continues a long listing."""
+    """Ask for a directory's entries, sorted by name.
+
+    Attributes:
+        after: only names after this one.
+        cursor: what the page before said; goes before ``after``, and works for any bytes in names.
+    """
 
     path: str
     after: str = ""
     limit: int = 1000
     user: str = "root"
+    cursor: str = ""
 
 
 class DirectoryListing(Message, frozen=True, kw_only=True):
-    """Entries of one directory; ``more`` says that a further page exists."""
+    """Entries of one directory; ``more`` says that a further page exists, at ``cursor``."""
 
     entries: tuple[FileInfo, ...] = ()
     more: bool = False
+    cursor: str = ""
 
 
 class MakeDirectory(Message, frozen=True, kw_only=True):
-    """Create a directory and its parents; an existing one is fine."""
+    """Create a directory.
+
+    Attributes:
+        parents: those above it, too; then an existing one is fine, otherwise it is ``conflict``.
+    """
 
     path: str
     mode: int = 0o755
     user: str = "root"
+    parents: bool = True
 
 
 class DirectoryMade(Message, frozen=True, kw_only=True):

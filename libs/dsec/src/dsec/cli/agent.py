@@ -1,0 +1,308 @@
+"""``dsec agent``: register, list, inspect, instances, update, revoke, policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from dsec.cli.network import Allow, Deny, PolicyFile, RuleSet, policy_of
+from dsec.cli.options import Toolkits, Workspace
+from dsec.cli.output import Json, Output, UsageError, age_text, pairs, run, size_text
+
+app = typer.Typer(no_args_is_help=True, help="Agents: versions, instances, and what they may do.")
+
+_HEADERS: Final = ("NAME", "VERSION", "STATUS", "VERSIONS", "PERMISSIONS", "DESCRIPTION")
+_VERSION_HEADERS: Final = ("VERSION", "STATUS", "INSTANCES", "ENDED", "FAILED", "POLICY", "PACKAGE")
+_INSTANCE_HEADERS: Final = ("SANDBOX", "VERSION", "AGE", "POLICY")
+
+Name = Annotated[str, typer.Argument(help="The agent's name.")]
+OneVersion = Annotated[str, typer.Option("--version", help="Only this version's instances.")]
+Instances = Annotated[
+    list[str] | None, typer.Option("--instance", help="Only this sandbox; repeat for more.")
+]
+
+
+def _row(agent: Any) -> tuple[str, ...]:
+    active = next((one for one in agent.versions if one.version == agent.active), None)
+    permissions = ", ".join(active.permissions) if active else ""
+    return (
+        agent.name,
+        agent.active,
+        "Active" if active else "-",
+        str(len(agent.versions)),
+        permissions or "-",
+        agent.description or "-",
+    )
+
+
+def _show_governed(output: Output, governed: Any) -> None:
+    if output.json:
+        output.document(governed)
+        return
+    output.text(
+        f"{governed.name}: revision {governed.revision} is in force for {governed.instances} "
+        f"instances on {governed.nodes} nodes"
+    )
+    for node in governed.silent_nodes:
+        output.say(f"{node} did not answer; it learns of it when it is back")
+    for refusal in governed.refused:
+        output.say(f"{refusal.what}: {refusal.reason}")
+
+
+@app.command()
+def register(
+    *,
+    contract: Annotated[
+        Path | None,
+        typer.Option("--asdl", exists=True, dir_okay=False, help="The agent's contract (YAML)."),
+    ] = None,
+    package: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="The agent's package.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Its name; else the contract's.")] = "",
+    version: Annotated[str, typer.Option(help="Its version; else the contract's.")] = "",
+    description: Annotated[str, typer.Option(help="For listings; else the contract's.")] = "",
+    permission: Annotated[
+        list[str] | None, typer.Option(help="What it needs, with the contract's; repeat.")
+    ] = None,
+    base: Annotated[str, typer.Option(help="Base layer of its instances.")] = "",
+    workspace: Workspace = "",
+    toolkit: Toolkits = None,
+    json_output: Json = False,
+) -> None:
+    """Register a version of an agent; the first one is active at once."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        written = {} if contract is None else _read_contract(contract)
+        of_contract = [
+            one
+            for capability in written.get("capabilities") or ()
+            for one in capability.get("permissions") or ()
+        ]
+        async with client() as dsec:
+            agent = await dsec.agents.register(
+                name or str(written.get("name") or ""),
+                version or str(written.get("version") or ""),
+                description=description or str(written.get("description") or ""),
+                contract=written,
+                permissions=tuple(dict.fromkeys((*of_contract, *(permission or ())))),
+                base=base,
+                workspace=workspace,
+                toolkits=toolkit or (),
+                package=package,
+            )
+        if output.json:
+            output.document(agent)
+        else:
+            output.table(_HEADERS, [_row(agent)])
+
+    run(work, json=json_output)
+
+
+def _read_contract(path: Path) -> dict[str, Any]:
+    from dsec.recipes import read_yaml  # noqa: PLC0415  --help stays quick
+
+    return read_yaml(path.read_text(encoding="utf-8"), path, "a contract")
+
+
+@app.command("list")
+def list_agents(
+    *,
+    prefix: Annotated[str, typer.Option(help="Only names that begin so.")] = "",
+    permission: Annotated[str, typer.Option(help="Only agents that need this.")] = "",
+    json_output: Json = False,
+) -> None:
+    """List the project's agents."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            agents = await dsec.agents.list(prefix=prefix, permission=permission)
+        if output.json:
+            output.document(agents)
+        else:
+            rows = [_row(agent) for agent in agents]
+            output.table(_HEADERS, rows, empty="no agents; register one with `dsec agent register`")
+
+    run(work, json=json_output)
+
+
+@app.command()
+def inspect(name: Name, *, json_output: Json = False) -> None:
+    """Show an agent's versions, their instances, and their policies."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            agent = await dsec.agents.inspect(name)
+        if output.json:
+            output.document(agent)
+            return
+        facts = {"name": agent.name, "active": agent.active, "revision": str(agent.revision)}
+        if agent.rollout is not None:
+            rollout = agent.rollout
+            reason = f" ({rollout.reason})" if rollout.reason else ""
+            facts["update"] = (
+                f"{rollout.from_version} to {rollout.to_version}: {rollout.state}{reason}"
+            )
+        output.facts(facts)
+        rows = [
+            (
+                one.version,
+                one.state.value,
+                str(one.instances),
+                str(one.finished),
+                str(one.failed),
+                str(one.policy_revision or "-"),
+                size_text(one.package_bytes) if one.package_bytes else "-",
+            )
+            for one in agent.versions
+        ]
+        output.table(_VERSION_HEADERS, rows)
+
+    run(work, json=json_output)
+
+
+@app.command()
+def instances(
+    name: Name,
+    *,
+    version: OneVersion = "",
+    node: Annotated[str, typer.Option(help="Only those on this node.")] = "",
+    json_output: Json = False,
+) -> None:
+    """List an agent's instances, and under which policy each is."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            found = await dsec.agents.instances(name, version=version, node=node)
+        if output.json:
+            output.document(found)
+        else:
+            rows = [
+                (
+                    one.sandbox_id,
+                    one.version,
+                    age_text(one.started_at),
+                    str(one.policy_revision or "-"),
+                )
+                for one in found
+            ]
+            output.table(_INSTANCE_HEADERS, rows, empty=f"{name} has no instances")
+
+    run(work, json=json_output)
+
+
+@app.command()
+def update(
+    *,
+    name: Annotated[str, typer.Option(help="The agent.")],
+    version: Annotated[str, typer.Option(help="The version that new work goes to.")],
+    drain_idle: Annotated[
+        float, typer.Option(help="Old instances leave when unused for so many seconds.")
+    ] = 5.0,
+    drain_timeout: Annotated[
+        float, typer.Option(help="They leave after so many seconds in any case; 0: never.")
+    ] = 3600.0,
+    failure_window: Annotated[
+        float | None, typer.Option(help="Seconds for which the new version is watched.")
+    ] = None,
+    failure_threshold: Annotated[
+        float | None, typer.Option(help="The share of its instances that may fail, 0 to 1.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Roll out a version: new work goes to it, old instances finish and leave."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            governed = await dsec.agents.update(
+                name,
+                version,
+                drain_idle_s=drain_idle,
+                drain_timeout_s=drain_timeout,
+                failure_window_s=failure_window,
+                failure_threshold=failure_threshold,
+            )
+        _show_governed(output, governed)
+
+    run(work, json=json_output)
+
+
+@app.command()
+def revoke(
+    name: Name,
+    permissions: Annotated[list[str], typer.Argument(help="What is taken away.")],
+    *,
+    version: OneVersion = "",
+    instance: Instances = None,
+    json_output: Json = False,
+) -> None:
+    """Take permissions from instances; the rest of their policies stays."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            governed = await dsec.agents.revoke(
+                name, permissions, version=version, instances=instance or ()
+            )
+        _show_governed(output, governed)
+
+    run(work, json=json_output)
+
+
+@app.command()
+def policy(
+    name: Name,
+    *,
+    revoke: Annotated[
+        list[str] | None, typer.Option("--revoke", help="A permission taken away; repeat.")
+    ] = None,
+    network: Annotated[str, typer.Option("--network", help="none, allow or open.")] = "",
+    allow: Allow = None,
+    deny: Deny = None,
+    rule_set: RuleSet = None,
+    network_file: PolicyFile = None,
+    rate_limit: Annotated[
+        list[str] | None, typer.Option(help="NAME=REQUESTS a second, such as agent_socket=10.")
+    ] = None,
+    pause: Annotated[bool, typer.Option("--pause", help="Instances stand still.")] = False,
+    version: OneVersion = "",
+    instance: Instances = None,
+    json_output: Json = False,
+) -> None:
+    """Put instances under a policy, in place of any earlier one; without options, under none."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        try:
+            rates = {
+                key: float(value) for key, value in pairs(rate_limit or (), "--rate-limit").items()
+            }
+        except ValueError as error:
+            raise UsageError(f"--rate-limit: {error}") from None
+        async with client() as dsec:
+            governed = await dsec.agents.push_policy(
+                name,
+                revoked=revoke or (),
+                network=policy_of(network, allow, deny, rule_set, network_file),
+                rate_limits=rates,
+                paused=pause,
+                version=version,
+                instances=instance or (),
+            )
+        _show_governed(output, governed)
+
+    run(work, json=json_output)

@@ -1,0 +1,1 @@
+"""``dsec simulate``: the cores of broker and scheduler on a virtual clock."""

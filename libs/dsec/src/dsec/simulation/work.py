@@ -1,0 +1,120 @@
+"""What a simulated cluster is asked for: a mix drawn from a seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from dsec_common.compute.model import GpuDemand, ServiceClass
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """One sandbox that somebody will want.
+
+    Attributes:
+        at_s: when it is asked for, from the start of the trace.
+        duration_s: how long it holds its units when it has all that it can use; with less it takes
+            longer in proportion, as the same work is done.
+    """
+
+    name: str
+    at_s: float
+    duration_s: float
+    demand: GpuDemand
+    project: str = "default"
+    service_class: ServiceClass = ServiceClass.STANDARD
+    priority: int = 0
+
+    @property
+    def cu_seconds(self) -> float:
+        """All of its work."""
+        return self.demand.max_cu * self.duration_s
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kind of work in a mix.
+
+    Attributes:
+        share: of all that arrives, in relation to the other kinds.
+        cu: from the least to the most Compute Units, evenly; or the sizes to choose from.
+        sizes: sizes to choose from, instead of ``cu``.
+        stretch: it can use so many times its units.
+        minutes: the median of its durations; they are spread log-normally, by ``spread``.
+        projects: who sends it, evenly.
+    """
+
+    name: str
+    share: float
+    cu: tuple[float, float] = (10.0, 10.0)
+    sizes: tuple[float, ...] = ()
+    stretch: float = 1.0
+    count: int = 0
+    same_island: bool = False
+    models: tuple[str, ...] = ()
+    minutes: float = 10.0
+    spread: float = 0.5
+    projects: tuple[str, ...] = ("default",)
+    service_class: ServiceClass = ServiceClass.STANDARD
+    priority: int = 0
+
+
+class Mix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Arrivals at random moments (a Poisson process), its rate swinging over the day.
+
+    Attributes:
+        hours: how long work arrives.
+        load: the units that the work needs on average, as a part of the cluster's.
+        swing: how far the rate goes above and below its average within a day, 0 to 1.
+    """
+
+    kinds: tuple[Kind, ...]
+    hours: float = 8.0
+    load: float = 0.9
+    swing: float = 0.0
+    seed: int = 1
+
+
+def draw(mix: Mix, total_cu: float) -> list[Work]:
+    """Return the work of a mix for a cluster of so many units; the same for the same seed."""
+    source = random.Random(mix.seed)  # noqa: S311  it must be repeatable
+    shares = [kind.share for kind in mix.kinds]
+    sample = [_draw_one(source, mix.kinds, shares, "", 0.0) for _ in range(4000)]
+    mean = math.fsum(work.demand.max_cu * work.duration_s for work in sample) / len(sample)
+    rate = mix.load * total_cu / mean
+    found: list[Work] = []
+    at_s = 0.0
+    while True:
+        # Thinning: candidates at the highest rate, each kept with the moment's part of it.
+        at_s += source.expovariate(rate * (1 + mix.swing))
+        if at_s >= mix.hours * 3600:
+            return found
+        now = 1 + mix.swing * math.sin(2 * math.pi * at_s / 86400)
+        if source.random() * (1 + mix.swing) < now:
+            found.append(_draw_one(source, mix.kinds, shares, f"w{len(found)}", at_s))
+
+
+def _draw_one(
+    source: random.Random, kinds: Sequence[Kind], shares: Sequence[float], name: str, at_s: float
+) -> Work:
+    (kind,) = source.choices(kinds, shares)
+    cu = source.choice(kind.sizes) if kind.sizes else source.uniform(*kind.cu)
+    duration_s = 60 * kind.minutes * math.exp(kind.spread * source.gauss(0, 1))
+    demand = GpuDemand(
+        min_cu=cu,
+        max_cu=cu * kind.stretch,
+        count=kind.count,
+        same_island=kind.same_island,
+        models=kind.models,
+    )
+    return Work(
+        name=name,
+        at_s=at_s,
+        duration_s=duration_s,
+        demand=demand,
+        project=source.choice(kind.projects),
+        service_class=kind.service_class,
+        priority=kind.priority,
+    )

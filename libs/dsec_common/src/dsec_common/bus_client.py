@@ -1,0 +1,136 @@
+"""The NATS client with a short way for what happens most: a message comes in, a message goes out.
+
+The library gives each message to a task of its subscription, through a queue, and each publication
+to a task that flushes, through another. Here a subscription that never makes the reader wait is
+called by the reader itself, and what can be written at once is: at the end of the loop's turn, with
+everything else of that turn. All that is out of the ordinary goes the library's own way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
+
+Receive = Callable[[Msg], Awaitable[None]]
+
+_PREAMBLE: Final = b"NATS/1.0\r\n"
+_PART: Final = r"[!-)+-\-/-=?-~]+"
+_SUBJECT: Final = re.compile(rf"{_PART}(?:\.{_PART})*")
+"""Tokens of visible characters without a wildcard: the library looks at anything else."""
+_NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
+#: With more than this waiting to be written, the library's own way waits until there is less.
+_WAITING_BYTES_MAX: Final = 256 * 1024
+
+
+class DirectClient(Client):
+    """A client some of whose subscriptions are called without delay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._direct: dict[int, Receive] = {}
+
+    async def subscribe_directly(
+        self, subject: str, receive: Receive, *, queue: str = ""
+    ) -> Subscription:
+        """Subscribe without limits on what waits; ``receive`` holds up all else on the connection.
+
+        Messages keep their order. What it raises is told to the client's error callback.
+        """
+        subscription = await self.subscribe(
+            subject, queue=queue, cb=receive, pending_msgs_limit=0, pending_bytes_limit=0
+        )
+        self._direct[subscription._id] = receive  # noqa: SLF001  it offers no other way
+        return subscription
+
+    def publish_at_once(
+        self, subject: str, reply: str, payload: bytes, headers: Mapping[str, str] | None
+    ) -> bool:
+        """Write a message, and return true; or leave it to :meth:`publish`, and return false."""
+        transport = self._transport
+        if (
+            self._status != Client.CONNECTED
+            or self._pending
+            or type(transport) is not TcpTransport
+            or len(payload) > self._max_payload
+            or not _SUBJECT.fullmatch(subject)
+            or (reply and not _SUBJECT.fullmatch(reply))
+        ):
+            return False
+        writer = transport._io_writer  # noqa: SLF001  as above
+        if writer is None:
+            return False
+        stream = writer.transport
+        if stream.is_closing() or stream.get_write_buffer_size() > _WAITING_BYTES_MAX:
+            return False
+        head = header_block(headers) if headers else b""
+        if head is None:
+            return False
+        size = len(head) + len(payload)
+        operation = f"HPUB {subject} {reply} {len(head)}" if head else f"PUB {subject} {reply}"
+        stream.write(b"%s %d\r\n%s%s\r\n" % (operation.encode(), size, head, payload))
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += len(payload)
+        return True
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        self._direct.pop(sid, None)
+        super()._remove_sub(sid, max_msgs)
+
+    async def _process_msg(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
+    ) -> None:
+        receive = self._direct.get(sid)
+        named = plain_headers(headers) if receive is not None and sid in self._subs else None
+        if receive is None or named is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        try:
+            await receive(Msg(self, subject.decode(), reply.decode(), data, named))
+        except Exception as error:  # noqa: BLE001  the reader must go on
+            await self._error_cb(error)
+
+    async def _process_pong(self) -> None:
+        # It answers the future of whoever asked for a flush, without a look: if that was given up,
+        # the error would end its reading, and nothing would be heard on this connection any more.
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
+
+@functools.lru_cache(maxsize=256)
+def _is_name(name: str) -> bool:
+    """Return whether a header's name is a plain one; there are few."""
+    return _NAME.fullmatch(name) is not None
+
+
+def header_block(headers: Mapping[str, str]) -> bytes | None:
+    """Return headers as they are sent; None for any that need a closer look."""
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items() if _is_name(name)]
+    text = "".join(lines)
+    if not (len(lines) == len(headers) == text.count("\n") == text.count("\r")):
+        return None
+    return b"%s%s\r\n" % (_PREAMBLE, text.encode())
+
+
+def plain_headers(block: bytes) -> dict[str, str] | None:
+    """Return the headers in a block; None for one with a status line, or none at all."""
+    if not block or not block.startswith(_PREAMBLE):
+        return None
+    named: dict[str, str] = {}
+    for line in block[len(_PREAMBLE) :].decode("utf-8", "replace").split("\r\n"):
+        name, colon, value = line.partition(":")
+        if colon:
+            if not _is_name(name):
+                return None
+            named[name] = value.strip()
+    return named

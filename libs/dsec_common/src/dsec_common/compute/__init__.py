@@ -1,0 +1,1 @@
+"""Arithmetic of Compute Units that all services share: pure, no I/O."""

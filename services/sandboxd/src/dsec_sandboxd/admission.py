@@ -13,6 +13,7 @@ from dsec_common.subjects import ScopedId, validate_local, validate_project
 from dsec_common.wire.node import PlaceSandbox, Resources
 from dsec_common.wire.sandbox import MIB, Limits
 from dsec_sandboxd.errors import invalid_field, node_full, node_too_small
+from dsec_sandboxd.layers.folding import NAMED_MAX
 
 _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 #: The kernel takes no single string over 128 KiB, and an environment has to fit beside arguments.
@@ -20,7 +21,6 @@ ENV_BYTES_MAX: Final = 128 * 1024
 _LABELS_MAX: Final = 64
 _LABEL_TEXT_MAX: Final = 256
 _AGENT_MAX: Final = 64
-_LAYERS_MAX: Final = 16
 _MEMORY_MIN_BYTES: Final = 4 * MIB
 _DISK_MIN_BYTES: Final = 64 * 1024
 _INODES_MIN: Final = 16
@@ -71,24 +71,32 @@ def check_placement(place: PlaceSandbox, maxima: LimitMaxima) -> Limits:
     validate_project(place.project)
     validate_local(place.local)
     layers = (request.base, *([request.workspace] if request.workspace else []), *request.toolkits)
-    if not request.base:
+    if not request.base and not request.snapshot:
         raise invalid_field("base", "name a base layer, such as python@3.11")
-    if len(layers) > _LAYERS_MAX:
-        raise invalid_field("toolkits", f"{len(layers)} layers in all; {_LAYERS_MAX} are the most")
+    if len(layers) > NAMED_MAX:
+        raise invalid_field("toolkits", f"{len(layers)} layers in all; {NAMED_MAX} are the most")
     check_env(request.env, "env")
-    _check_labels(request.labels)
+    check_labels(request.labels)
     if len(request.agent) > _AGENT_MAX or not request.agent.isprintable():
         raise invalid_field("agent", f"use at most {_AGENT_MAX} printable characters")
     if request.rollout_id:
         ScopedId.parse(request.rollout_id, "rollout id")
-    if not math.isfinite(request.ttl_s) or request.ttl_s < 0:
-        raise invalid_field("ttl_s", f"{request.ttl_s} is not a number of seconds; 0 means never")
-    if request.limits.cu > 0 and not place.lease_id:
-        raise invalid_field("limits.cu", "Compute Units need a lease; create through the scheduler")
-    return _check_limits(request.limits, maxima)
+    check_seconds(request.ttl_s, "ttl_s")
+    check_seconds(request.idle_ttl_s, "idle_ttl_s")
+    if request.delete_after and request.command is None:
+        raise invalid_field("delete_after", "there is no command after which to delete it")
+    if request.gpu_demand is not None and not (place.lease_id and place.slices):
+        field = "gpu" if request.gpu is not None else "limits.cu"
+        raise invalid_field(field, "Compute Units need a lease; create through the scheduler")
+    return check_limits(request.limits, maxima)
 
 
-def _check_limits(limits: Limits, maxima: LimitMaxima) -> Limits:
+def check_limits(limits: Limits, maxima: LimitMaxima) -> Limits:
+    """Return the limits that are in force when these are asked for.
+
+    Raises:
+        DsecError: ``invalid``, naming the field and what is allowed.
+    """
     for name in ("cpus", "cu"):
         if not math.isfinite(getattr(limits, name)):
             raise invalid_field(f"limits.{name}", f"{getattr(limits, name)} is not an amount")
@@ -130,7 +138,22 @@ def check_env(env: Mapping[str, str], field: str) -> None:
         raise invalid_field(field, f"{size} bytes in all; {ENV_BYTES_MAX} are the most")
 
 
-def _check_labels(labels: Mapping[str, str]) -> None:
+def check_seconds(value: float, field: str) -> None:
+    """Return if ``value`` can be a time to live; 0 means never.
+
+    Raises:
+        DsecError: ``invalid``.
+    """
+    if not math.isfinite(value) or value < 0:
+        raise invalid_field(field, f"{value} is not a number of seconds; 0 means never")
+
+
+def check_labels(labels: Mapping[str, str]) -> None:
+    """Return if a sandbox can carry these labels.
+
+    Raises:
+        DsecError: ``invalid``, naming what is allowed.
+    """
     if len(labels) > _LABELS_MAX:
         raise invalid_field("labels", f"{len(labels)} labels; {_LABELS_MAX} are the most")
     for name, value in labels.items():

@@ -80,6 +80,12 @@ class RequestRate:
             return 0.0
         return (1 - self._tokens) / self._per_s
 
+    def change(self, per_s: float, burst: int, now: float) -> None:
+        """Let so many through from now on; what is left of a burst is at most the new one."""
+        self.delay_s(now)
+        self._per_s, self._burst = per_s, float(burst)
+        self._tokens = min(self._tokens, self._burst)
+
     def charge(self, count: int) -> None:
         """Take ``count`` more tokens for the request that just passed; later ones wait for them."""
         self._tokens -= count

@@ -26,6 +26,7 @@ from dsec_sandboxd.agent_protocol import (
     Step,
     packed_payload,
 )
+from dsec_sandboxd.ports import Uses
 from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.step_log import PLATFORM_ACTIONS
 
@@ -39,13 +40,19 @@ class AgentSession:
     """The agent's side of one sandbox; shared by all its connections."""
 
     def __init__(
-        self, record: SandboxRecord, node: str, gateway: AgentGateway, clock: Clock
+        self,
+        record: SandboxRecord,
+        node: str,
+        gateway: AgentGateway,
+        clock: Clock,
+        uses: Uses | None = None,
     ) -> None:
-        """Take whose session it is, and the way out."""
+        """Take whose session it is, the way out, and who counts that the sandbox is in use."""
         self._record = record
         self._node = node
         self._gateway = gateway
         self._clock = clock
+        self._uses = uses
         self._numbering = asyncio.Lock()
         self._logged_seq = 0
         self._answered_seq = 0
@@ -65,6 +72,15 @@ class AgentSession:
         Raises:
             DsecError: the refusal, for the agent.
         """
+        if self._uses is None:
+            return await self._do(request, sent)
+        self._uses.began(self.local)
+        try:
+            return await self._do(request, sent)
+        finally:
+            self._uses.ended(self.local)
+
+    async def _do(self, request: AgentRequest, sent: Callable[[], None]) -> Json:
         match request:
             case Hello():
                 return await self._hello()
@@ -94,6 +110,9 @@ class AgentSession:
                 ErrorCode.DENIED,
                 f"the action {request.action!r} is the platform's own; choose another name",
             )
+        if self._uses is not None:
+            self._uses.began(self.local)
+            self._uses.ended(self.local)
         self._gateway.log(
             self._record,
             request.action,

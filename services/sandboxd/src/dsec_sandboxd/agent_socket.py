@@ -24,11 +24,14 @@ from dsec_sandboxd.agent_connection import AgentConnection
 from dsec_sandboxd.agent_gateway import AgentGateway
 from dsec_sandboxd.agent_limits import AgentLimits, ByteBudget, RequestRate
 from dsec_sandboxd.agent_session import AgentSession
+from dsec_sandboxd.ports import Uses
 from dsec_sandboxd.records import SandboxRecord
+from dsec_sandboxd.run_directory import SOCKET_NAME
+
+__all__ = ["SOCKET_NAME", "AgentSocketServer"]
 
 _log: Final = structlog.get_logger(__name__)
 
-SOCKET_NAME: Final = "agent.sock"
 #: Anyone in the sandbox may connect; nobody outside can reach the directory's mount.
 _MODE: Final = 0o666
 _PATH_MAX_BYTES: Final = 107
@@ -66,7 +69,12 @@ class AgentSocketServer:
         self.limits = limits or AgentLimits()
         self.budget = ByteBudget(self.limits.large_bytes_all)
         self._doors: dict[str, _Door] = {}
+        self._uses: Uses | None = None
         self._by_use: OrderedDict[AgentConnection, None] = OrderedDict()
+
+    def count_uses(self, uses: Uses) -> None:
+        """Tell ``uses`` of every call from a sandbox, for those that open from now on."""
+        self._uses = uses
 
     @property
     def connections(self) -> int:
@@ -76,12 +84,23 @@ class AgentSocketServer:
     async def open(self, record: SandboxRecord, directory: Path) -> None:
         """Listen in ``directory``, which the sandbox sees at ``/run/dsec``.
 
+        Once more for the same sandbox, who connects from then on speaks for the new record.
+
         Raises:
             DsecError: naming the call that failed.
         """
-        await self.close(record.local)
-        session = AgentSession(record, self._node, self._gateway, self._clock)
-        self._doors[record.local] = _Door(self, session, _listen(directory / SOCKET_NAME))
+        session = AgentSession(record, self._node, self._gateway, self._clock, self._uses)
+        door = self._doors.get(record.local)
+        if door is not None:
+            door.session = session
+            return
+        self._doors[record.local] = _Door(self, session, _listen(f"{directory}/{SOCKET_NAME}"))
+
+    def limit_rate(self, local: str, per_s: float | None) -> None:
+        """Let a sandbox's agent ask at most so often in a second; None for as often as any."""
+        door = self._doors.get(local)
+        if door is not None:
+            door.limit_rate(per_s)
 
     async def close(self, local: str) -> None:
         """Stop listening for a sandbox and end its connections. Idempotent."""
@@ -123,7 +142,7 @@ class _Door:
     ) -> None:
         limits = server.limits
         self._server = server
-        self._session = session
+        self.session = session
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._rate = RequestRate(limits.requests_per_s, limits.burst, self._loop.time())
@@ -132,6 +151,14 @@ class _Door:
         self._timer: asyncio.TimerHandle | None = None
         self._full = False
         self._loop.add_reader(listener, self._accept)
+
+    def limit_rate(self, per_s: float | None) -> None:
+        limits, now = self._server.limits, self._loop.time()
+        if per_s is None:
+            self._rate.change(limits.requests_per_s, limits.burst, now)
+        else:
+            per_s = min(per_s, limits.requests_per_s)
+            self._rate.change(per_s, min(max(int(per_s), 1), limits.burst), now)
 
     async def close(self) -> None:
         self._loop.remove_reader(self._listener)
@@ -167,13 +194,13 @@ class _Door:
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
-                _log.warning("agent_connection_waits", local=self._session.local, error=str(error))
+                _log.warning("agent_connection_waits", local=self.session.local, error=str(error))
                 self._wait(_RETRY_S)
                 return
             peer.setblocking(False)
             connection = AgentConnection(
                 peer,
-                self._session,
+                self.session,
                 self._server,
                 limits=limits,
                 rate=self._rate,
@@ -189,7 +216,7 @@ class _Door:
         )
 
 
-def _listen(path: Path) -> socket.socket:
+def _listen(path: str) -> socket.socket:
     """Return a listening socket at ``path``, however long that is.
 
     Raises:
@@ -199,24 +226,31 @@ def _listen(path: Path) -> socket.socket:
     try:
         with contextlib.suppress(OSError):  # older kernels have no such option
             listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
-        _bind(listener, path)
-        path.chmod(_MODE)
+        try:
+            _bind(listener, path)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            os.unlink(path)  # noqa: PTH108  of a daemon that is gone: nobody listens there any more
+            _bind(listener, path)
+        os.chmod(path, _MODE)  # noqa: PTH101  a hot path; a Path costs as much as the call
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise from_os_error("bind", error, str(path)) from error
+        raise from_os_error("bind", error, path) from error
     except BaseException:
         listener.close()
         raise
     return listener
 
 
-def _bind(listener: socket.socket, path: Path) -> None:
+def _bind(listener: socket.socket, path: str) -> None:
     if len(os.fsencode(path)) <= _PATH_MAX_BYTES:
-        listener.bind(str(path))
+        listener.bind(path)
         return
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    parent, name = os.path.split(path)
+    directory = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        listener.bind(f"/proc/self/fd/{directory}/{path.name}")
+        listener.bind(f"/proc/self/fd/{directory}/{name}")
     finally:
         os.close(directory)

@@ -26,11 +26,36 @@ class MakeSandbox(msgspec.Struct, frozen=True):
     record: SandboxRecord
 
 
+class HandOut(msgspec.Struct, frozen=True):
+    """Give the record the sandbox of its id, which waits; then tell that it is made, or not."""
+
+    record: SandboxRecord
+
+
 class UnmakeSandbox(msgspec.Struct, frozen=True):
     """Have the kernel end it, ``delay_s`` seconds from now; then tell how that went."""
 
     record: SandboxRecord
     delay_s: float = 0.0
+
+
+class PauseSandbox(msgspec.Struct, frozen=True):
+    """Have the kernel stop its processes; then tell how that went."""
+
+    record: SandboxRecord
+
+
+class ResumeSandbox(msgspec.Struct, frozen=True):
+    """Have the kernel let its processes go on; then tell how that went."""
+
+    record: SandboxRecord
+
+
+class TellTurn(msgspec.Struct, frozen=True):
+    """Wake all who wait for a sandbox to stop, to run or to end; with the error, if it failed."""
+
+    local: str
+    error: DsecError | None
 
 
 class ConfirmPlacement(msgspec.Struct, frozen=True):
@@ -66,6 +91,26 @@ class AnnounceRunning(msgspec.Struct, frozen=True):
     record: SandboxRecord
 
 
+class AnnouncePaused(msgspec.Struct, frozen=True):
+    """Publish the event that it stands still, and write that into the behaviour log."""
+
+    record: SandboxRecord
+
+
+class AnnounceResumed(msgspec.Struct, frozen=True):
+    """Publish the event that it runs again, and write that into the behaviour log."""
+
+    record: SandboxRecord
+
+
+class AnnounceResized(msgspec.Struct, frozen=True):
+    """Publish the event that it has another share of its GPUs, and write that into its log."""
+
+    record: SandboxRecord
+    cu_before: float
+    reason: str
+
+
 class AnnounceEnded(msgspec.Struct, frozen=True):
     """Publish the event of its end, and write its last step into the behaviour log."""
 
@@ -76,11 +121,18 @@ Effect = (
     SaveRecord
     | ForgetRecord
     | MakeSandbox
+    | HandOut
     | UnmakeSandbox
+    | PauseSandbox
+    | ResumeSandbox
+    | TellTurn
     | ConfirmPlacement
     | RefusePlacement
     | ConfirmDeletion
     | FailDeletion
     | AnnounceRunning
+    | AnnouncePaused
+    | AnnounceResumed
+    | AnnounceResized
     | AnnounceEnded
 )

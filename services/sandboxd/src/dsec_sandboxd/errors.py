@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Final
 
-from dsec_common.errors import DsecError, ErrorCode, invalid, not_found
+import structlog
+
+from dsec_common.errors import DsecError, ErrorCode, from_os_error, invalid, not_found
 
 if TYPE_CHECKING:
     from dsec_sandboxd.records import SandboxRecord
+
+_log: Final = structlog.get_logger(__name__)
 
 
 def no_such_sandbox(sandbox_id: str) -> DsecError:
@@ -24,6 +29,8 @@ def sandbox_ended(node: str, record: SandboxRecord) -> DsecError:
     """Return the answer for a sandbox that is over, with the cause that is kept after it."""
     cause = record.end_cause.value if record.end_cause else "deleting"
     detail = f": {record.end_detail}" if record.end_detail else ""
+    # One that is still being taken apart has no such time yet.
+    ended_at = {"ended_at": record.ended_at} if record.ended_at else {}
     return DsecError(
         ErrorCode.EXPIRED,
         f"sandbox {node}.{record.local} has ended ({cause}{detail}); create another",
@@ -32,7 +39,7 @@ def sandbox_ended(node: str, record: SandboxRecord) -> DsecError:
             "sandbox_id": f"{node}.{record.local}",
             "end_cause": cause,
             "end_detail": record.end_detail,
-            "ended_at": record.ended_at,
+            **ended_at,
         },
     )
 
@@ -44,6 +51,15 @@ def still_creating(sandbox_id: str) -> DsecError:
         f"sandbox {sandbox_id} is still being created; wait for the answer to its creation",
         retry_after_s=0.05,
         details={"sandbox_id": sandbox_id},
+    )
+
+
+def node_busy(node: str, sandboxes: int) -> DsecError:
+    """Return the answer of a node that cannot be retired."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"node {node} has {sandboxes} sandboxes and goes on; retire it when they have ended",
+        details={"node": node, "sandboxes": sandboxes},
     )
 
 
@@ -98,6 +114,17 @@ def placement_conflict(node: str, local: str) -> DsecError:
     )
 
 
+def rolled_back(what: str) -> DsecError:
+    """Return the answer for what was going on in a sandbox that was put back to a snapshot."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"{what} was ended by a rollback: its sandbox was put back to a snapshot meanwhile; look "
+        "at what is there now, and begin anew",
+        retryable=False,
+        details={"reason": "rolled_back"},
+    )
+
+
 def invalid_field(field: str, message: str) -> DsecError:
     """Return the refusal of one field of a request."""
     return invalid(f"{field}: {message}", field=field)
@@ -106,3 +133,20 @@ def invalid_field(field: str, message: str) -> DsecError:
 def _count(number: float) -> str:
     """Return a number that people can read: all digits of bytes, no more than needed of cpus."""
     return f"{number:,.0f}" if number == int(number) else f"{number:g}"
+
+
+def as_dsec_error(operation: str, error: BaseException) -> DsecError:
+    """Return any failure as an error for a caller; what is unexpected is logged."""
+    if isinstance(error, DsecError):
+        return error
+    if isinstance(error, OSError):
+        return from_os_error(operation, error)
+    if isinstance(error, asyncio.CancelledError):
+        return DsecError(
+            ErrorCode.UNAVAILABLE, f"{operation} was interrupted: the node is stopping"
+        )
+    _log.error("unexpected", operation=operation, exc_info=error)
+    return DsecError(
+        ErrorCode.INTERNAL,
+        f"{operation} failed unexpectedly ({type(error).__name__}); the node's log says why",
+    )

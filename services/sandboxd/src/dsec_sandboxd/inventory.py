@@ -1,17 +1,14 @@
-"""What this machine has, read from the kernel: processors, memory, GPUs."""
+"""What this process may use of the machine, read from the kernel: processors and memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import structlog
-
-from dsec_common.wire.node import Gpu, Resources
-
-_log: Final = structlog.get_logger(__name__)
+from dsec_common.wire.node import Resources
 
 _MEMORY_FRESH_S: Final = 0.1
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
@@ -49,10 +46,12 @@ class Inventory:
         return min(self._read_meminfo()["MemTotal"], self._memory_limit_bytes)
 
     def memory_bytes_available(self) -> int:
-        """Return what the kernel could hand out now, at most 0.1 s old."""
+        """Return what the kernel could hand out now, at most 0.1 s old while it can be read."""
         now = time.monotonic()
         if now - self._available_at >= _MEMORY_FRESH_S:
-            self._available_bytes = self._read_meminfo()["MemAvailable"]
+            # Without a free descriptor for a moment, what was read last has to do.
+            with contextlib.suppress(OSError):
+                self._available_bytes = self._read_meminfo()["MemAvailable"]
             self._available_at = now
         return self._available_bytes
 
@@ -104,31 +103,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError:
         return ""
-
-
-def find_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """Return the machine's GPUs, or none and the reason why."""
-    try:
-        import pynvml  # noqa: PLC0415  an optional library, asked for once at the start
-    except ImportError:
-        return (), "the library nvidia-ml-py is not installed"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return (), f"no NVIDIA driver: {error}"
-    try:
-        return tuple(_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())), ""
-    except pynvml.NVMLError as error:
-        _log.warning("gpus_unreadable", error=str(error))
-        return (), f"the NVIDIA driver does not answer: {error}"
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpu(pynvml: Any, index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    return Gpu(
-        uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
-        model=str(pynvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-    )

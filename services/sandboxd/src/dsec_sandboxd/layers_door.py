@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 
 from dsec_common import subjects
@@ -16,6 +17,8 @@ from dsec_common.bus_types import Request
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError, ErrorCode, from_os_error, invalid, not_found
 from dsec_common.wire.layer import (
+    ArchiveFormat,
+    GitHistory,
     ImportLayer,
     InspectLayer,
     LayerChunkStored,
@@ -25,15 +28,20 @@ from dsec_common.wire.layer import (
     LayerRemoved,
     ListLayers,
     RemoveLayer,
+    TagLayer,
     UploadLayerChunk,
 )
 from dsec_common.wire.sandbox import FILE_CHUNK_BYTES
 from dsec_sandboxd.errors import invalid_field
 from dsec_sandboxd.event_publisher import EventPublisher
+from dsec_sandboxd.kernel.interface import Orphan
 from dsec_sandboxd.layer_holds import LayerHolds
+from dsec_sandboxd.layer_listing import layer_info, page_of
+from dsec_sandboxd.layers.leaving_out import LeaveOut
 from dsec_sandboxd.layers.limits import ImportProgress
-from dsec_sandboxd.layers.records import Layer
+from dsec_sandboxd.layers.names import validate_tag
 from dsec_sandboxd.layers.store import LayerStore
+from dsec_sandboxd.snapshot_residue import import_exclusion
 
 _log: Final = structlog.get_logger(__name__)
 
@@ -176,6 +184,16 @@ class LayersDoor:
             with contextlib.suppress(OSError):
                 upload.close()
 
+    def remove_orphans(self) -> list[Orphan]:
+        """Remove the files in the directory of uploads that are no upload."""
+        known = {upload.path.name for upload in self._uploads.values()}
+        found = []
+        for left in list(self._directory.iterdir()):
+            if left.name not in known and left.is_file():
+                left.unlink(missing_ok=True)
+                found.append(Orphan("upload", left.name))
+        return found
+
     def remove_idle(self) -> None:
         """Remove uploads that nobody goes on with."""
         oldest = self._clock.now() - self._idle_s
@@ -206,6 +224,12 @@ class LayersDoor:
             raise DsecError(
                 ErrorCode.CONFLICT, f"upload {message.upload_id} is being imported already"
             )
+        for tag in message.tags:
+            validate_tag(tag)
+        leaving_out = LeaveOut(
+            paths=import_exclusion(message.exclude, clean=message.clean),
+            git=message.git or (GitHistory.CUT if message.clean else GitHistory.KEEP),
+        )
         upload.importing = True
         try:
             async with self._imports:
@@ -216,8 +240,12 @@ class LayersDoor:
                     message.version,
                     upload.path,
                     kind=message.kind,
-                    archive_format=message.format,
+                    archive_format=(
+                        None if message.format is ArchiveFormat.AUTO else message.format
+                    ),
+                    image=message.image,
                     replace=message.replace,
+                    leaving_out=leaving_out,
                     progress=lambda step: self._tell(request.project, message, step),
                 )
         finally:
@@ -228,7 +256,12 @@ class LayersDoor:
                 layer=imported.layer.reference,
                 warnings=imported.warnings[:10],
             )
-        return self._info(imported.layer, message.message_id)
+        layer = imported.layer
+        for tag in message.tags:
+            layer = await self._store.tag(request.project, layer.name, tag, layer.version)
+        return msgspec.structs.replace(
+            layer_info(layer, self._node, message.message_id), left_out=imported.left_out
+        )
 
     def _tell(self, project: str, message: ImportLayer, step: ImportProgress) -> None:
         self._events.publish(
@@ -245,13 +278,19 @@ class LayersDoor:
     # --- What is there ------------------------------------------------------------------------
 
     async def list(self, request: Request[ListLayers]) -> LayerList:
-        """Return the project's layers, sorted by reference."""
+        """Return a page of the project's layers, sorted by reference."""
         layers = await self._store.list(request.project)
-        return LayerList(
-            cause_id=request.message.message_id,
-            layers=tuple(self._info(layer, request.message.message_id) for layer in layers),
-            store_id=self._store.store_id,
-        )
+        return page_of(layers, self._node, self._store.store_id, request.message)
+
+    async def tag(self, request: Request[TagLayer]) -> LayerInfo:
+        """Let a tag mean a version; return that layer.
+
+        Raises:
+            DsecError: ``not_found`` for an unknown version; ``invalid``.
+        """
+        message = request.message
+        layer = await self._store.tag(request.project, message.name, message.tag, message.version)
+        return layer_info(layer, self._node, message.message_id)
 
     async def inspect(self, request: Request[InspectLayer]) -> LayerInfo:
         """Return one layer.
@@ -260,7 +299,7 @@ class LayersDoor:
             DsecError: ``not_found`` or ``invalid``.
         """
         layer = await self._store.inspect(request.project, request.message.reference)
-        return self._info(layer, request.message.message_id)
+        return layer_info(layer, self._node, request.message.message_id)
 
     async def remove(self, request: Request[RemoveLayer]) -> LayerRemoved:
         """Remove a reference; running sandboxes keep the image.
@@ -271,22 +310,10 @@ class LayersDoor:
         message = request.message
         await self._store.remove(request.project, message.reference)
         try:
-            await self._store.collect_garbage(self._holds.mounted)
+            await self._store.collect_garbage(self._holds.in_use)
         except DsecError as error:
             _log.warning("garbage_not_collected", error=str(error))
         return LayerRemoved(cause_id=message.message_id, reference=message.reference)
-
-    def _info(self, layer: Layer, cause_id: str) -> LayerInfo:
-        return LayerInfo(
-            cause_id=cause_id,
-            reference=layer.reference,
-            digest=layer.digest,
-            kind=layer.kind,
-            size_bytes=layer.size_bytes,
-            created_at=layer.created_at,
-            entries=layer.entries,
-            nodes=(self._node,),
-        )
 
 
 def _verify(upload: _Upload, message: ImportLayer) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
-from typing import Any, Final, assert_never
+from typing import Any, Final
 
 import msgspec
 import structlog
 
 from dsec_common import subjects
 from dsec_common.bus_types import ReplyAddress, Request
-from dsec_common.clock import Clock
-from dsec_common.errors import DsecError, ErrorCode, from_os_error, invalid
-from dsec_common.wire.layer import LayerKind
+from dsec_common.errors import DsecError, ErrorCode, invalid
+from dsec_common.wire.layer import CommandDefaults, LayerKind
 from dsec_common.wire.node import ListNodeSandboxes, NodeSandboxes, PlaceSandbox
 from dsec_common.wire.sandbox import (
     CreateSandbox,
@@ -25,25 +23,11 @@ from dsec_common.wire.sandbox import (
     SandboxCreated,
     SandboxDeleted,
     SandboxInfo,
-    SandboxRunning,
     SandboxState,
 )
 from dsec_sandboxd import metrics
-from dsec_sandboxd.admission import LimitMaxima, check_placement
-from dsec_sandboxd.effects import (
-    AnnounceEnded,
-    AnnounceRunning,
-    ConfirmDeletion,
-    ConfirmPlacement,
-    Effect,
-    FailDeletion,
-    ForgetRecord,
-    MakeSandbox,
-    RefusePlacement,
-    SaveRecord,
-    UnmakeSandbox,
-)
-from dsec_sandboxd.event_publisher import EventPublisher
+from dsec_sandboxd.admission import check_placement
+from dsec_sandboxd.announcing import Lives
 from dsec_sandboxd.events import (
     ClockTicked,
     DeletionAsked,
@@ -51,46 +35,29 @@ from dsec_sandboxd.events import (
     Event,
     NodeRestarted,
     PlacementAsked,
+    ResumeAsked,
     SandboxDied,
-    SandboxMade,
-    SandboxNotMade,
-    SandboxNotUnmade,
-    SandboxUnmade,
+    SandboxPutBack,
 )
+from dsec_sandboxd.first_command import FirstCommands, with_outcome
 from dsec_sandboxd.kernel.interface import EndCause as KernelEndCause
-from dsec_sandboxd.kernel.interface import Kernel
-from dsec_sandboxd.layer_cache import LayerCache
 from dsec_sandboxd.layers.records import Layer
 from dsec_sandboxd.listing import page_of
-from dsec_sandboxd.making import Maker
-from dsec_sandboxd.ports import MemoryAvailable, Replier
-from dsec_sandboxd.record_store import RecordStore
+from dsec_sandboxd.making import Maker, RemakeError
+from dsec_sandboxd.performer import Parts, Performer, Placement
 from dsec_sandboxd.records import SandboxRecord
+from dsec_sandboxd.restarts import may_live_on
+from dsec_sandboxd.snapshot_store import SnapshotStore
 from dsec_sandboxd.state import NodeState
-from dsec_sandboxd.step_log import StepLog
+from dsec_sandboxd.usages import page_with_usage, with_usage
 
 _log: Final = structlog.get_logger(__name__)
 
-
-@dataclass(slots=True)
-class _Placement:
-    outcome: asyncio.Future[SandboxRecord | DsecError]
-    layers: tuple[Layer, ...] = ()
-
-
-@dataclass(slots=True, kw_only=True)
-class Parts:
-    """What :class:`Sandboxes` works with."""
-
-    kernel: Kernel
-    store: RecordStore
-    events: EventPublisher
-    steps: StepLog
-    layers: LayerCache
-    memory: MemoryAvailable
-    replier: Replier
-    clock: Clock
-    maxima: LimitMaxima = field(default_factory=LimitMaxima)
+_CAUSES: Final = {
+    KernelEndCause.OOM: EndCause.OOM,
+    KernelEndCause.EXHAUSTED: EndCause.EXHAUSTED,
+    KernelEndCause.KILLED: EndCause.KILLED,
+}
 
 
 class Sandboxes:
@@ -100,10 +67,59 @@ class Sandboxes:
         self.state = state
         self.node = state.rules.node
         self.parts = parts
-        self._placements: dict[str, _Placement] = {}
-        self._deletions: dict[str, asyncio.Future[SandboxRecord | DsecError]] = {}
-        self._work: set[asyncio.Task[None]] = set()
+        self._performer = Performer(state, parts, maker)
         self._maker = maker
+        self._first: FirstCommands | None = None
+        self._snapshots: SnapshotStore | None = None
+        self._firsts: set[asyncio.Task[SandboxCreated]] = set()
+        self._began_s = parts.clock.monotonic()
+        self._begun: list[SandboxRecord] = []  # rollbacks that an earlier daemon did not finish
+
+    def take_first_commands(self, first: FirstCommands) -> None:
+        """Take the part that runs the commands of create requests; before any request."""
+        self._first = first
+
+    def tell_lives(self, lives: Lives) -> None:
+        """Take who is told of the instances of agents; before any request."""
+        self._performer.announcer.lives = lives
+
+    def use_snapshots(self, snapshots: SnapshotStore) -> None:
+        """Take the part that knows the node's snapshots; before any request."""
+        self._snapshots = snapshots
+
+    def _required_snapshots(self) -> SnapshotStore:
+        if self._snapshots is None:
+            raise DsecError(ErrorCode.INTERNAL, "the node is not put together: no snapshots")
+        return self._snapshots
+
+    async def admit(
+        self, record: SandboxRecord, layers: tuple[Layer, ...], valid_until: float
+    ) -> SandboxRecord | DsecError:
+        """Have a sandbox made that no scheduler has placed here, if the node's books allow it.
+
+        Returns:
+            The sandbox as it runs, or why there is none.
+        """
+        placement = Placement(asyncio.get_running_loop().create_future(), layers)
+        self._performer.placements[record.placement_id] = placement
+        self.handle(
+            PlacementAsked(
+                now=self.parts.clock.now(),
+                record=record,
+                valid_until=valid_until,
+                memory_bytes_available=self.parts.memory.memory_bytes_available(),
+            )
+        )
+        return await asyncio.shield(placement.outcome)
+
+    def announced_later(self, request_id: str) -> contextlib.AbstractContextManager[None]:
+        """Tell of the sandboxes that a request makes in this context once it is answered."""
+        return self._performer.announced_later(request_id)
+
+    def _required_first(self) -> FirstCommands:
+        if self._first is None:
+            raise DsecError(ErrorCode.INTERNAL, "the node is not put together: no first commands")
+        return self._first
 
     # --- Requests -----------------------------------------------------------------------------
 
@@ -119,37 +135,90 @@ class Sandboxes:
         """
         started_at = time.perf_counter()
         place = request.message
-        placement = self._placements.get(place.message_id)
-        if placement is None:
-            placement = _Placement(asyncio.get_running_loop().create_future())
-            self._placements[place.message_id] = placement
-            try:
-                event = await self._placement_event(place, placement)
-            except DsecError as error:
-                self._settle(place.message_id, error)
-            except BaseException:
-                self._settle(
-                    place.message_id,
-                    DsecError(ErrorCode.INTERNAL, "the placement was interrupted"),
-                )
-                raise
-            else:
-                self.handle(event)
-        outcome = await asyncio.shield(placement.outcome)
-        if isinstance(outcome, DsecError):
-            metrics.CREATES.labels(outcome.code.value).inc()
-            raise outcome
-        created = outcome.created(self.node)
-        if request.caller.subject and request.caller.subject != request.reply_to:
-            await self._answer_caller(request.caller, created)
+        handed_on = bool(request.caller.subject) and request.caller.subject != request.reply_to
+        answering: asyncio.Task[SandboxCreated] | None = None
+        # Who waits does not wait for the telling, too.
+        with self._performer.announced_behind(place.request.message_id):
+            outcome, is_fresh = await self._placed(place)
+            if isinstance(outcome, DsecError):
+                metrics.CREATES.labels(outcome.code.value).inc()
+                raise outcome
+            created = outcome.created(self.node)
+            if place.request.command is not None and is_fresh:
+                answering = self._start_first(place.request, outcome, request.caller, handed_on)
+            elif handed_on:
+                await self._answer_caller(request.caller, created)
+        if answering is not None and not handed_on:
+            created = await asyncio.shield(answering)
         metrics.CREATES.labels("created").inc()
         metrics.CREATE_SECONDS.observe(time.perf_counter() - started_at)
         return created
 
-    async def _placement_event(self, place: PlaceSandbox, placement: _Placement) -> PlacementAsked:
+    async def _placed(self, place: PlaceSandbox) -> tuple[SandboxRecord | DsecError, bool]:
+        """Return what came of a placement, and whether this word of it had the sandbox made."""
+        placement = self._performer.placements.get(place.message_id)
+        if placement is not None:
+            return await asyncio.shield(placement.outcome), False
+        placement = Placement(asyncio.get_running_loop().create_future())
+        self._performer.placements[place.message_id] = placement
+        try:
+            event = await self._placement_event(place, placement)
+        except DsecError as error:
+            self._performer.settle(place.message_id, error)
+        except BaseException:
+            self._performer.settle(
+                place.message_id,
+                DsecError(ErrorCode.INTERNAL, "the placement was interrupted"),
+            )
+            raise
+        else:
+            self.handle(event)
+            self._give_back_unused(event.record)
+        return await asyncio.shield(placement.outcome), placement.fresh
+
+    def _start_first(
+        self, request: CreateSandbox, record: SandboxRecord, caller: ReplyAddress, handed_on: bool
+    ) -> asyncio.Task[SandboxCreated]:
+        """Run a sandbox's first command; it goes on whoever still waits for it."""
+        task = asyncio.create_task(
+            self._run_first(request, record, caller if handed_on else ReplyAddress()),
+            name=f"first command {record.local}",
+        )
+        self._firsts.add(task)
+        task.add_done_callback(self._firsts.discard)
+        return task
+
+    async def _run_first(
+        self, request: CreateSandbox, record: SandboxRecord, caller: ReplyAddress
+    ) -> SandboxCreated:
+        outcome = await self._required_first().run(request, record)
+        created = with_outcome(record.created(self.node), outcome)
+        lives = self._performer.announcer.lives
+        if lives is not None and not (created.result and created.result.exit_code == 0):
+            lives.failed(record.local)
+        if caller.subject:
+            await self._answer_caller(caller, created)
+        if record.delete_after:
+            try:
+                await self.end(record.local)
+            except DsecError as error:  # the core goes on trying
+                _log.info("deletion_goes_on", local=record.local, error=str(error))
+        return created
+
+    async def _placement_event(self, place: PlaceSandbox, placement: Placement) -> PlacementAsked:
         request = place.request
         limits = check_placement(place, self.parts.maxima)
-        placement.layers = await self._resolve(place.project, request)
+        await self._maker.check_networks(request.setup_network, request.network)
+        restored = None
+        defaults: CommandDefaults | None
+        if request.snapshot:
+            restored = self._required_snapshots().restored(place.project, request)
+            placement.layers = self._required_snapshots().layers_below(place.project, restored)
+            defaults = restored.defaults
+        else:
+            placement.layers = await self.resolve(place.project, request)
+            defaults = placement.layers[0].defaults
+        defaults = _asked_defaults(defaults or CommandDefaults(), request)
         now = self.parts.clock.now()
         record = SandboxRecord(
             local=place.local,
@@ -161,13 +230,28 @@ class Sandboxes:
             layer_references=tuple(layer.reference for layer in placement.layers),
             layer_digests=tuple(layer.digest for layer in placement.layers),
             limits=limits,
-            env=request.env,
+            env={**defaults.env, **request.env},
             labels=request.labels,
             agent=request.agent,
+            agent_version=request.agent_version,
             rollout_id=request.rollout_id,
             lease_id=place.lease_id,
-            expires_at=now + request.ttl_s if request.ttl_s else 0.0,
+            slices=place.slices,
+            ttl_s=request.ttl_s,
+            idle_ttl_s=request.idle_ttl_s,
+            idle_action=request.idle_action,
+            delete_after=request.delete_after,
+            network=request.network,
+            setup_network=request.setup_network,
+            has_command=request.command is not None,
+            snapshot=restored.local if restored else "",
+            snapshot_layers=restored.chain if restored else (),
+            warm=request.warm,
+            defaults=defaults,
         )
+        self._required_first().check(request, record)
+        if self._maker.warm is not None:
+            record = self._maker.warm.claim(request, record, placement.layers)
         return PlacementAsked(
             now=now,
             record=record,
@@ -175,14 +259,28 @@ class Sandboxes:
             memory_bytes_available=self.parts.memory.memory_bytes_available(),
         )
 
-    async def _resolve(self, project: str, request: CreateSandbox) -> tuple[Layer, ...]:
+    def _give_back_unused(self, record: SandboxRecord) -> None:
+        """Have a sandbox wait again that was claimed for a placement which was refused."""
+        warm = self._maker.warm
+        if warm is not None and record.asked_as and not self.state.is_living(record.local):
+            warm.give_back(record)
+
+    async def resolve(self, project: str, request: CreateSandbox) -> tuple[Layer, ...]:
+        """Return the layers that a project's request means now, lowest first.
+
+        Raises:
+            DsecError: ``not_found`` or ``layer_error`` for a layer; ``invalid`` for one of another
+                kind, or one that is named twice.
+        """
         wanted = [(request.base, LayerKind.BASE)]
         if request.workspace:
             wanted.append((request.workspace, LayerKind.WORKSPACE))
         wanted += [(toolkit, LayerKind.TOOLKIT) for toolkit in request.toolkits]
         layers = await self.parts.layers.resolve(project, [reference for reference, _ in wanted])
         for layer, (_, kind) in zip(layers, wanted, strict=True):
-            if layer.kind is not kind:
+            # Data is mounted as a toolkit is: one more layer on top.
+            data = kind is LayerKind.TOOLKIT and layer.kind is LayerKind.DATA
+            if layer.kind is not kind and not data:
                 raise invalid(
                     f"layer {layer.reference} is a {layer.kind.value}, not a {kind.value}; name it "
                     f"as the {layer.kind.value}",
@@ -222,9 +320,9 @@ class Sandboxes:
         Raises:
             DsecError: ``unavailable`` when the kernel has not let go of it yet.
         """
-        future = self._deletions.get(local)
+        future = self._performer.deletions.get(local)
         if future is None:
-            future = self._deletions[local] = asyncio.get_running_loop().create_future()
+            future = self._performer.deletions[local] = asyncio.get_running_loop().create_future()
         self.handle(DeletionAsked(now=self.parts.clock.now(), local=local))
         outcome = await asyncio.shield(future)
         if isinstance(outcome, DsecError):
@@ -232,48 +330,135 @@ class Sandboxes:
         return outcome
 
     async def inspect(self, request: Request[InspectSandbox]) -> SandboxInfo:
-        """Return what the node knows of a sandbox, with what it uses while it runs.
+        """Return what the node knows of a sandbox, with what it uses while it runs or stands still.
 
         Raises:
             DsecError: ``not_found``.
         """
         record = self.state.find(request.project, local_of(request))
-        info = record.info(self.node)
-        if record.state is not SandboxState.RUNNING:
-            return info
+        clock = self.parts.clock
+        info = msgspec.structs.replace(
+            record.info(self.node),
+            daemon_s=clock.monotonic() - self._began_s,
+            paused_s=record.stood_still_s(clock.now()),
+        )
+        if record.has_command:
+            info = self._required_first().told(info, record.local)
+        if record.state is SandboxState.RUNNING:
+            info = msgspec.structs.replace(info, idle_s=self.state.idle_s(record.local))
         try:
-            usage = await self.parts.kernel.usage(record.local)
+            return await with_usage(self.parts.kernel, info)
         except DsecError as error:
             _log.info("usage_unknown", local=record.local, error=str(error))
             return self.state.find(request.project, record.local).info(self.node)
-        return msgspec.structs.replace(
-            info,
-            memory_bytes_used=usage.memory_bytes,
-            cpu_seconds_used=usage.cpu_s,
-            pids_used=usage.pids,
-        )
 
     async def list(self, request: Request[ListNodeSandboxes]) -> NodeSandboxes:
         """Return a page of the sandboxes of one project on this node."""
         asked = request.message
-        records = self.state.records(asked.project, include_ended=asked.include_ended)
-        return page_of(self.node, records, asked)
+        with_ended = asked.include_ended or SandboxState.ENDED in asked.states
+        records = self.state.records(asked.project, include_ended=with_ended)
+        page = page_of(self.node, records, asked)
+        return await page_with_usage(self.parts.kernel, page) if asked.usage else page
 
     # --- Events of the node itself ------------------------------------------------------------
 
-    async def recover(self) -> None:
-        """Bring into order what an earlier daemon left; tell the end of each sandbox it had."""
-        found = await self.parts.kernel.recover()
-        records = self.parts.store.load()
-        self.handle(NodeRestarted(now=self.parts.clock.now(), records=records))
-        _log.info("recovered", records=len(records), in_kernel=len(found))
+    async def recover(self) -> tuple[SandboxRecord, ...]:
+        """Take over the sandboxes of an earlier daemon; remove, and tell the end of, the others.
+
+        Returns:
+            Those that were taken over.
+        """
+        store, clock, steps = self.parts.store, self.parts.clock, self.parts.steps
+        records = store.load()
+        sequences = store.sequences()
+        for local, (source, seq) in sequences.items():
+            steps.resume(local, source, seq)
+        adoption = await self._maker.adopt([record for record in records if may_live_on(record)])
+        self.handle(
+            NodeRestarted(
+                now=clock.now(),
+                monotonic_s=clock.monotonic(),
+                records=records,
+                adopted=frozenset(adoption.adopted),
+                lost=adoption.lost,
+            )
+        )
+        if self.parts.meters is not None:
+            self.parts.meters.recovered(records)
+        for record in records:
+            if record.local in adoption.adopted:
+                if record.local not in sequences:
+                    self._performer.announce(record)  # the daemon died before it told of it
+                steps.step(record, "adopt", cause_id=record.request_id)
+                await self._as_it_was(record)
+                if record.inheriting:
+                    self._begun.append(record)
+        metrics.SANDBOXES_ALIVE.set(self.state.living_count)
+        _log.info(
+            "recovered",
+            records=len(records),
+            adopted=len(adoption.adopted),
+            lost=adoption.lost,
+            removed=adoption.removed,
+        )
+        return tuple(record for record in records if record.local in adoption.adopted)
+
+    async def _as_it_was(self, record: SandboxRecord) -> None:
+        """Have a sandbox that was taken over stand still if it did; let go what is nobody's."""
+        if record.delete_after:
+            # Its command's caller was to be answered by the daemon that died.
+            self.handle(DeletionAsked(now=self.parts.clock.now(), local=record.local))
+        elif record.state is SandboxState.PAUSED:
+            try:
+                await self.parts.kernel.pause(record.local)
+            except DsecError as error:
+                _log.warning("not_paused_again", local=record.local, error=str(error))
+                self.handle(ResumeAsked(local=record.local))
+
+    async def finish_rollbacks(self) -> None:
+        """Finish what an earlier daemon had begun, once networks are there; before any request."""
+        begun, self._begun = self._begun, []
+        for record in begun:
+            try:
+                await self._maker.finish_remake(record)
+            except RemakeError as error:
+                await self.not_put_back(record.local, error)
+            else:
+                self.handle(SandboxPutBack(local=record.local))
+
+    async def not_put_back(self, local: str, error: RemakeError) -> None:
+        """Note that a sandbox is gone, and that there is no new one in its place."""
+        await self._maker.let_go(local)
+        self.handle(
+            SandboxDied(
+                now=self.parts.clock.now(),
+                local=local,
+                cause=EndCause.ROLLBACK_FAILED,
+                detail=f"it could not be put back to a snapshot: {error.error.message}",
+            )
+        )
+
+    async def switched(self, local: str) -> None:
+        """Return when a sandbox takes requests: at once, unless it is just being put back."""
+        while (switching := self._maker.switching(local)) is not None:
+            await asyncio.shield(switching)
+
+    def is_remaking(self, local: str) -> bool:
+        """Return whether a sandbox is being put back, so that its processes end and it does not."""
+        return self._maker.is_remaking(local)
+
+    async def settled(self) -> None:
+        """Return when nothing is being made or removed."""
+        await self._performer.finish()
 
     async def watch_ended(self) -> None:
         """Take note of sandboxes that end by themselves, until cancelled."""
         async for ended in self.parts.kernel.ended():
+            if self._maker.is_remaking(ended.local):
+                continue  # the rollback that goes on finds out
             if not self.state.is_creating(ended.local):  # else its making lets go
                 await self._maker.let_go(ended.local)
-            cause = EndCause.OOM if ended.cause is KernelEndCause.OOM else EndCause.EXITED
+            cause = _CAUSES.get(ended.cause, EndCause.EXITED)
             self.handle(
                 SandboxDied(
                     now=self.parts.clock.now(),
@@ -285,153 +470,27 @@ class Sandboxes:
 
     def tick(self) -> None:
         """Let time pass: sandboxes and old records expire."""
-        self.handle(ClockTicked(now=self.parts.clock.now()))
+        clock = self.parts.clock
+        self.handle(ClockTicked(now=clock.now(), monotonic_s=clock.monotonic()))
 
     async def evacuate(self, detail: str) -> None:
         """End every sandbox; return when none is left and all work here is done."""
         self.handle(EvacuationBegan(now=self.parts.clock.now(), detail=detail))
-        while self._work:
-            await asyncio.wait(set(self._work))
-
-    # --- Effects ------------------------------------------------------------------------------
+        await self._performer.finish()
+        while self._firsts:
+            await asyncio.wait(set(self._firsts))
 
     def handle(self, event: Event) -> None:
         """Give the core an event and do what it wants; what is slow goes on in the background."""
-        for effect in self.state.handle(event):
-            try:
-                self._perform(effect)
-            except DsecError as error:
-                # Only the StateDB raises here. An intent that is not kept must not be acted on.
-                if isinstance(effect, SaveRecord) and effect.record.state is SandboxState.CREATING:
-                    self.handle(
-                        SandboxNotMade(
-                            now=self.parts.clock.now(), local=effect.record.local, error=error
-                        )
-                    )
-                    return
-                _log.error("effect_failed", effect=type(effect).__name__, error=str(error))
+        self._performer.handle(event)
 
-    def _perform(self, effect: Effect) -> None:  # noqa: C901  one case per kind of effect
-        match effect:
-            case SaveRecord(record):
-                self.parts.store.put(record)
-            case ForgetRecord(local):
-                self.parts.store.delete(local)
-            case MakeSandbox(record):
-                self._start(self._make(record), f"make {record.local}")
-            case UnmakeSandbox(record, delay_s):
-                self._start(self._unmake(record, delay_s), f"unmake {record.local}")
-            case ConfirmPlacement(placement_id, record):
-                self._settle(placement_id, record)
-            case RefusePlacement(placement_id, error):
-                self._settle(placement_id, error)
-            case ConfirmDeletion(record):
-                self._settle_deletion(record.local, record)
-            case FailDeletion(local, error):
-                self._settle_deletion(local, error)
-            case AnnounceRunning(record):
-                self._announce_running(record)
-            case AnnounceEnded(record):
-                self._announce_ended(record)
-            case _:
-                assert_never(effect)
+    async def turn(self, local: str) -> None:
+        """Return when a sandbox that is being stopped, or let go on, has got there, or has ended.
 
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-
-    def _settle(self, placement_id: str, outcome: SandboxRecord | DsecError) -> None:
-        placement = self._placements.pop(placement_id, None)
-        if placement is not None and not placement.outcome.done():
-            placement.outcome.set_result(outcome)
-
-    def _settle_deletion(self, local: str, outcome: SandboxRecord | DsecError) -> None:
-        future = self._deletions.pop(local, None)
-        if future is not None and not future.done():
-            future.set_result(outcome)
-
-    def _announce_running(self, record: SandboxRecord) -> None:
-        metrics.SANDBOXES_ALIVE.set(self.state.living_count)
-        created = record.created(self.node)
-        self.parts.events.publish(
-            subjects.sandbox_event(record.project, record.scoped_id(self.node), "running"),
-            SandboxRunning(
-                cause_id=record.request_id,
-                sandbox_id=created.sandbox_id,
-                request_id=record.request_id,
-                created=created,
-            ),
-        )
-        self.parts.steps.step(
-            record,
-            "create",
-            latency_ms=record.create_ms,
-            attributes={"layers": " ".join(record.layer_references)},
-            cause_id=record.request_id,
-        )
-
-    def _announce_ended(self, record: SandboxRecord) -> None:
-        metrics.SANDBOXES_ALIVE.set(self.state.living_count)
-        cause = record.end_cause or EndCause.EXITED
-        metrics.ENDS.labels(cause.value).inc()
-        if cause is EndCause.CREATE_FAILED:
-            # Nobody was given its id, so only the log tells of it.
-            self.parts.steps.step(
-                record,
-                "create",
-                status="failed",
-                attributes={"reason": record.end_detail},
-                cause_id=record.request_id,
-            )
-        else:
-            ended = record.ended(self.node)
-            self.parts.events.publish(
-                subjects.sandbox_event(record.project, record.scoped_id(self.node), "ended"), ended
-            )
-            self.parts.steps.step(
-                record,
-                "delete" if cause is EndCause.DELETED else "end",
-                status="ok" if cause is EndCause.DELETED else cause.value,
-                attributes={"reason": record.end_detail},
-                cause_id=record.request_id,
-            )
-        self.parts.steps.end(record.local)
-
-    # --- The kernel ---------------------------------------------------------------------------
-
-    async def _make(self, record: SandboxRecord) -> None:
-        started_at = time.perf_counter()
-        placement = self._placements.get(record.placement_id)
-        try:
-            await self._maker.make(record, placement.layers if placement else ())
-        except BaseException as error:
-            told = _as_dsec_error("creating a sandbox", error)
-            self.handle(SandboxNotMade(now=self.parts.clock.now(), local=record.local, error=told))
-            if not isinstance(error, Exception):
-                raise
-            return
-        self.handle(
-            SandboxMade(
-                now=self.parts.clock.now(),
-                local=record.local,
-                create_ms=(time.perf_counter() - started_at) * 1000,
-            )
-        )
-        if not self.state.is_living(record.local):
-            await self._maker.let_go(record.local)  # it died before we heard that it lived
-
-    async def _unmake(self, record: SandboxRecord, delay_s: float) -> None:
-        if delay_s:
-            await self.parts.clock.sleep(delay_s)
-        local = record.local
-        try:
-            await self._maker.unmake(local)
-        except Exception as error:  # noqa: BLE001  told to the core, which has it tried again
-            told = _as_dsec_error("ending a sandbox", error)
-            self.handle(SandboxNotUnmade(now=self.parts.clock.now(), local=local, error=told))
-            return
-        self.handle(SandboxUnmade(now=self.parts.clock.now(), local=local))
+        Raises:
+            DsecError: why it could not be done.
+        """
+        await self._performer.turn(local)
 
 
 def local_of(request: Request[Any]) -> str:
@@ -439,17 +498,9 @@ def local_of(request: Request[Any]) -> str:
     return subjects.validate_local(request.tokens[5])
 
 
-def _as_dsec_error(operation: str, error: BaseException) -> DsecError:
-    if isinstance(error, DsecError):
-        return error
-    if isinstance(error, OSError):
-        return from_os_error(operation, error)
-    if isinstance(error, asyncio.CancelledError):
-        return DsecError(
-            ErrorCode.UNAVAILABLE, f"{operation} was interrupted: the node is stopping"
-        )
-    _log.error("unexpected", operation=operation, exc_info=error)
-    return DsecError(
-        ErrorCode.INTERNAL,
-        f"{operation} failed unexpectedly ({type(error).__name__}); the node's log says why",
+def _asked_defaults(defaults: CommandDefaults, request: CreateSandbox) -> CommandDefaults:
+    if not request.cwd and not request.user:
+        return defaults
+    return CommandDefaults(
+        env=defaults.env, cwd=request.cwd or defaults.cwd, user=request.user or defaults.user
     )

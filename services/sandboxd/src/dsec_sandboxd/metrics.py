@@ -18,4 +18,31 @@ CREATE_SECONDS: Final = Histogram(
 EXEC_SECONDS: Final = Histogram(
     "dsec_sandboxd_exec_seconds", "From the request to a command's end", buckets=_SECONDS
 )
+ORPHANS: Final = Counter(
+    "dsec_sandboxd_orphans_removed_total", "Things of nobody that were removed, by kind", ["kind"]
+)
 ENDS: Final = Counter("dsec_sandboxd_ends_total", "Sandboxes that ended, by cause", ["cause"])
+LAYER_FETCHES: Final = Counter(
+    "dsec_sandboxd_layer_fetches_total", "Images fetched from a remote layer store"
+)
+LAYER_EVICTIONS: Final = Counter(
+    "dsec_sandboxd_layer_evictions_total", "Images that had to make room for others in the cache"
+)
+LAYER_CACHE_BYTES: Final = Gauge(
+    "dsec_sandboxd_layer_cache_bytes", "Bytes of images of a remote layer store kept on this node"
+)
+SNAPSHOT_MEMORY_BYTES: Final = Gauge(
+    "dsec_sandboxd_snapshot_memory_bytes", "Memory that copies of writable layers take"
+)
+SNAPSHOT_DISK_BYTES: Final = Gauge(
+    "dsec_sandboxd_snapshot_disk_bytes", "Disk that durable snapshots take"
+)
+SNAPSHOTS_NOT_PACKED: Final = Counter(
+    "dsec_sandboxd_snapshots_not_packed_total", "Snapshots that could not be made durable"
+)
+WARM_READY: Final = Gauge("dsec_sandboxd_warm_ready", "Sandboxes made ahead of need that wait")
+WARM_HAND_OUTS: Final = Counter(
+    "dsec_sandboxd_warm_hand_outs_total",
+    "Creations while there are pools: warm, cold, or dead for each that was thrown away",
+    ["outcome"],
+)

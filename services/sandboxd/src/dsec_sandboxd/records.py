@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
+from dsec_common.compute.model import Slice
 from dsec_common.subjects import ScopedId
+from dsec_common.wire.layer import CommandDefaults
+from dsec_common.wire.network import NetworkPolicy
 from dsec_common.wire.sandbox import (
     EndCause,
+    IdleAction,
     Limits,
     SandboxCreated,
     SandboxEnded,
     SandboxInfo,
     SandboxState,
 )
+from dsec_common.wire.task import WarmUse
+from dsec_sandboxd import gpu_slices
+from dsec_sandboxd.kernel.interface import SandboxIdentity
 
 
 class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -29,7 +38,28 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         layer_digests: what they resolved to.
         limits: the limits in force.
         env: variables of every command; empty once the sandbox has ended.
-        expires_at: Unix seconds at which the node ends it; 0 means never.
+        ttl_s: its time to live, from the moment it runs or is touched; 0 means no end.
+        expires_at: Unix seconds at which the node ends it, if the clock does not jump; 0 means
+            never, or not known before it runs.
+        idle_ttl_s: after so long without use ``idle_action`` is taken; 0 means never.
+        paused_at: Unix seconds since which it stands still, or 0.
+        paused_s: how long it has stood still in all before that.
+        pause_reason: why: ``asked``, ``idle``, or the reason that was given.
+        delete_after: it goes when its first command has ended.
+        network: what was asked for at its creation; what is in force is kept with the network.
+        has_command: it was created with a first command.
+        snapshot: the snapshot that it was made from, last put back to or last taken of, or empty.
+        snapshot_layers: what it has mounted between its layers and its writable one, lowest first.
+        inheriting: it was put back to a snapshot and has its new identity, but perhaps not all
+            that was the old one's yet.
+        warm: whether it may be, or has to be, one that was made ahead of need.
+        asked_as: the id that the scheduler meant it to have, if it is one that was made ahead of
+            need: that has an id of its own, and is found by both.
+        defaults: what its base's image says of commands, with the directory and the user that were
+            asked for instead; its variables are among ``env``, too.
+        lease_resizes: how often its lease has got other slices, as far as is known here.
+        agent_version: which version of its registered agent it is an instance of; empty for none.
+        identity: by what a later daemon recognises it in the kernel; none before it runs.
     """
 
     local: str
@@ -46,15 +76,53 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     agent: str = ""
     rollout_id: str = ""
     lease_id: str = ""
+    slices: tuple[Slice, ...] = ()
+    lease_resizes: int = 0
+    ttl_s: float = 0.0
     expires_at: float = 0.0
+    idle_ttl_s: float = 0.0
+    idle_action: IdleAction = IdleAction.END
+    paused_at: float = 0.0
+    paused_s: float = 0.0
+    pause_reason: str = ""
+    delete_after: bool = False
+    has_command: bool = False
+    network: NetworkPolicy | None = None
+    setup_network: NetworkPolicy | None = None
     ended_at: float = 0.0
     end_cause: EndCause | None = None
     end_detail: str = ""
     create_ms: float = 0.0
+    identity: SandboxIdentity | None = None
+    agent_version: str = ""
+    snapshot: str = ""
+    snapshot_layers: tuple[str, ...] = ()
+    inheriting: bool = False
+    warm: WarmUse = WarmUse.PREFER
+    asked_as: str = ""
+    defaults: CommandDefaults = msgspec.field(default_factory=CommandDefaults)
+
+    def env_for(self, named: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the variables of a command that names some: over its own go those of its GPUs."""
+        if not named and not self.slices:
+            return self.env
+        return {**self.env, **named, **gpu_slices.environment(self.slices)}
+
+    def cwd_for(self, named: str) -> str:
+        """Return the working directory of a command: that which it names, or the sandbox's own."""
+        return named or self.defaults.cwd or "/"
+
+    def user_for(self, named: str) -> str:
+        """Return the user of a command: that which it names, or the sandbox's own."""
+        return named or self.defaults.user or "root"
 
     def scoped_id(self, node: str) -> ScopedId:
         """Return the id that callers know."""
         return ScopedId(node, self.local)
+
+    def stood_still_s(self, now: float) -> float:
+        """Return how long it has stood still in all, by the wall clock that reads ``now``."""
+        return self.paused_s + (max(now - self.paused_at, 0.0) if self.paused_at else 0.0)
 
     def created(self, node: str) -> SandboxCreated:
         """Return the answer to the create request."""
@@ -67,6 +135,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             limits=self.limits,
             lease_id=self.lease_id,
             create_ms=self.create_ms,
+            warm=bool(self.asked_as),
         )
 
     def ended(self, node: str) -> SandboxEnded:
@@ -90,9 +159,15 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             limits=self.limits,
             labels=self.labels,
             agent=self.agent,
+            agent_version=self.agent_version,
             rollout_id=self.rollout_id,
+            ttl_s=self.ttl_s,
             expires_at=self.expires_at,
+            idle_ttl_s=self.idle_ttl_s,
+            idle_action=self.idle_action,
+            paused_at=self.paused_at,
             ended_at=self.ended_at,
             end_cause=self.end_cause,
             end_detail=self.end_detail,
+            snapshot=f"{node}.{self.snapshot}" if self.snapshot else "",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from importlib.metadata import version
 from typing import ClassVar, Final
 
@@ -15,55 +16,77 @@ from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.log import KafkaConfig, LogConfig, LogProducer
 from dsec_common.service import Service
 from dsec_common.wire.base import new_id
+from dsec_common.wire.elastic import ResizeLease, RetireNode
 from dsec_common.wire.layer import (
     ImportLayer,
     InspectLayer,
     ListLayers,
     RemoveLayer,
+    TagLayer,
     UploadLayerChunk,
 )
+from dsec_common.wire.lease import RevokeLease
+from dsec_common.wire.life import PatchSandbox, PauseSandbox, ResumeSandbox, TouchSandbox
 from dsec_common.wire.node import (
     ListNodeSandboxes,
     NodeHeartbeat,
     PlaceSandbox,
-    Resources,
 )
+from dsec_common.wire.pool import SetNodePools
 from dsec_common.wire.sandbox import (
     DeleteSandbox,
-    ExecCommand,
     InspectSandbox,
-    ListDirectory,
-    MakeDirectory,
-    ReadFile,
-    StatFile,
-    WriteFile,
 )
-from dsec_sandboxd.admission import LimitMaxima, NodeRules
+from dsec_sandboxd.admission import LimitMaxima
 from dsec_sandboxd.agent_gateway import ChronusGateway
 from dsec_sandboxd.agent_socket import AgentSocketServer
-from dsec_sandboxd.commands import Commands
+from dsec_sandboxd.agents import Agents
+from dsec_sandboxd.calls import TaskDesk
 from dsec_sandboxd.config import SandboxdConfig
+from dsec_sandboxd.discovery.equipment import Equipment
 from dsec_sandboxd.event_publisher import EventPublisher
 from dsec_sandboxd.events import DrainBegan
+from dsec_sandboxd.exec_service import ExecService
 from dsec_sandboxd.files import Files
-from dsec_sandboxd.inventory import Inventory, find_gpus
+from dsec_sandboxd.first_command import FirstCommands
+from dsec_sandboxd.gate import Gate
+from dsec_sandboxd.gpu_slices import gpu_devices_of
+from dsec_sandboxd.housekeeping import Housekeeping
+from dsec_sandboxd.inventory import Inventory
 from dsec_sandboxd.kernel.interface import Kernel, KernelFacts
 from dsec_sandboxd.layer_cache import LayerCache
+from dsec_sandboxd.layer_folds import LayerFolds
 from dsec_sandboxd.layer_holds import LayerHolds
+from dsec_sandboxd.layer_upkeep import LayerUpkeep
+from dsec_sandboxd.layers.backend import LayerBackend
+from dsec_sandboxd.layers.folding import FoldRules
+from dsec_sandboxd.layers.opening import backend_of
 from dsec_sandboxd.layers.store import LayerStore
+from dsec_sandboxd.layers.urls import store_url
 from dsec_sandboxd.layers_door import LayersDoor
-from dsec_sandboxd.lifecycle import Parts, Sandboxes
+from dsec_sandboxd.lease_door import LeaseDoor
+from dsec_sandboxd.life_doors import LifeDoors
+from dsec_sandboxd.lifecycle import Sandboxes
 from dsec_sandboxd.making import Maker
+from dsec_sandboxd.metering import Meters
+from dsec_sandboxd.networking import Networking
+from dsec_sandboxd.node_rules import rules_of
+from dsec_sandboxd.performer import Parts
+from dsec_sandboxd.pool_keeper import PoolKeeper
 from dsec_sandboxd.ports import AgentSockets
+from dsec_sandboxd.quick_wakes import QuickWakes
+from dsec_sandboxd.reconciler import Reconciler
 from dsec_sandboxd.record_store import RecordStore
+from dsec_sandboxd.retiring import Retiring
 from dsec_sandboxd.run_directory import RunDirectory
+from dsec_sandboxd.snapshot_service import SnapshotService
 from dsec_sandboxd.state import NodeState
 from dsec_sandboxd.step_log import StepLog
+from dsec_sandboxd.times import Times
 
 _log: Final = structlog.get_logger(__name__)
 
 _VERSION: Final = version("dsec")
-_TICK_S: Final = 0.25
 _FLUSH_TIMEOUT_S: Final = 2.0
 #: Of the time a stop may take, what running commands get before their sandboxes end.
 _COMMANDS_SHARE: Final = 0.6
@@ -89,9 +112,14 @@ class SandboxdService(Service[SandboxdConfig]):
         self._given_agent_sockets = agent_sockets
         self._epoch = new_id()
         self._inventory = Inventory()
+        self._equipment = Equipment(config)
+        self._times = Times()
         self._opened = contextlib.AsyncExitStack()
         self._recovered = False
+        self._subscribed = False
+        self._keep_sandboxes = config.stop_keeps_sandboxes
         self._log_producer: LogProducer | None = None
+        self._after_kernel = contextlib.AsyncExitStack()
 
     def bus_name(self) -> str:
         """Return the name of the connection, with the node's."""
@@ -110,24 +138,30 @@ class SandboxdService(Service[SandboxdConfig]):
         store = RecordStore(config.state_path / "records")
         stack.callback(store.close)
         kernel = self._given_kernel or _linux_kernel(config)
-        stack.push_async_callback(kernel.close)
+        stack.push_async_callback(self._after_kernel.aclose)
+        stack.push_async_callback(self._close_kernel, kernel)
         self._facts = await kernel.start()
         _refuse_without_essentials(self._facts)
-        layers = LayerStore(config.layers_path, clock=self.clock)
+        layers = LayerStore(self._layer_backend(), clock=self.clock)
         await layers.open()
         stack.push_async_callback(layers.close)
-        holds = LayerHolds(kernel, config.layers_idle_max)
+        holds = self._holds = LayerHolds(kernel, config.layers_idle_max, layers)
         stack.push_async_callback(holds.close)
+        folds = self._layer_folds(kernel)
+        self._layer_upkeep = LayerUpkeep(
+            layers, holds, self.clock, config.layers_garbage_interval_s, folds
+        )
         self._layers = layers
-        self._gpus, self._no_gpus = find_gpus()
-        self._state = NodeState(self._rules())
-        self._steps = StepLog(self.node, await self._open_log(), f"sandboxd-{self._epoch}")
+        await stack.enter_async_context(self._equipment)
+        self._state = NodeState(rules_of(config, self._facts, self._inventory), self._times)
+        source = f"sandboxd-{self._epoch}"
+        self._steps = StepLog(self.node, await self._open_log(), source, keeper=store)
         self._events = EventPublisher(self.bus)
         agent_sockets = self._given_agent_sockets or self._agent_socket_server()
         directories = RunDirectory(config.run_path)
         stack.callback(directories.close)
         directories.open()
-        maker = Maker(kernel, holds, agent_sockets, directories)
+        maker = self._new_maker(kernel, agent_sockets, directories, folds)
         self._sandboxes = Sandboxes(
             self._state,
             Parts(
@@ -140,20 +174,96 @@ class SandboxdService(Service[SandboxdConfig]):
                 replier=self.bus,
                 clock=self.clock,
                 maxima=LimitMaxima(pids=config.pids_max, inodes=config.inodes_max),
+                meters=self._open_meters(kernel, store, maker),
             ),
             maker,
         )
-        self._commands = Commands(
-            self._state, kernel, self._steps, timeout_max_s=config.exec_timeout_max_s
+        self._gate = Gate(self._sandboxes, stack.enter_context(QuickWakes(config.quick_wakes_s)))
+        if isinstance(agent_sockets, AgentSocketServer):
+            agent_sockets.count_uses(self._gate)
+        self._execs = ExecService(
+            config,
+            self._state,
+            kernel,
+            self._steps,
+            lambda: self._gate,
+            clock=self.clock,
+            run_path=config.run_path,
         )
+        self._execs.open(maker)
+        stack.callback(lambda: self._execs.close(keep=self._sandboxes_live_on))
+        self._commands = self._execs.commands
+        self._after_kernel.push_async_callback(self._commands.aclose)
         self._files = Files(
             self._state, kernel, self._steps, self.clock, idle_s=config.upload_idle_s
         )
-        maker.on_end(self._files)
+        self._sandboxes.take_first_commands(
+            FirstCommands(self._commands, self._gate, store, TaskDesk(kernel))
+        )
+        maker.on_end(self._files, self._files.sandbox_put_back)
+        self._pools = PoolKeeper(self._sandboxes, maker, calls_max=config.pool_calls_max)
+        stack.push_async_callback(self._pools.close)
+        self._open_networks(kernel, maker, agent_sockets)
+        self._snapshots = SnapshotService(
+            config, self._sandboxes, maker, kernel=kernel, records=store, holds=holds, layers=layers
+        )
+        stack.push_async_callback(self._snapshots.close)
+        self._snapshots.open()
+        self._open_layers_door()
+        self._reconciler = Reconciler(
+            kernel, holds, directories, self._pools.is_somebodys, keepers=[self._door]
+        )
+        await self.bus.register("dsec-sandboxd", _VERSION, "Sandboxes and layers of one node")
+
+    def _new_maker(
+        self,
+        kernel: Kernel,
+        agent_sockets: AgentSockets,
+        directories: RunDirectory,
+        folds: LayerFolds,
+    ) -> Maker:
+        maker = Maker(kernel, self._holds, agent_sockets, directories)
+        maker.use_folds(folds)
+        maker.gpus = gpu_devices_of(self.config, lambda: self._equipment.sample.gpus)
+        return maker
+
+    def _open_meters(self, kernel: Kernel, store: RecordStore, maker: Maker) -> Meters:
+        interval_s = self.config.metering_interval_s
+        meters = self._meters = Meters(
+            self.node, kernel, self._log_producer, store.database, self.clock, interval_s
+        )
+        maker.on_end(meters, meters.sandbox_put_back)
+        maker.on_adoption(meters)
+        return meters
+
+    def _layer_folds(self, kernel: Kernel) -> LayerFolds:
+        folds = LayerFolds(
+            kernel,
+            self._holds,
+            self.config.state_path / "folds",
+            bytes_max=self.config.layer_folds_bytes,
+            rules=FoldRules(above=self.config.layers_fold_above),
+            clock=self.clock,
+        )
+        folds.open()
+        self._opened.push_async_callback(folds.close)
+        return folds
+
+    def _open_networks(self, kernel: Kernel, maker: Maker, agent_sockets: AgentSockets) -> None:
+        """Put together what sandboxes may reach, and the agents' policies that say so."""
+        self._networking = Networking(self.config, self._state, kernel, self._steps, maker)
+        self._opened.push_async_callback(self._networking.close)
+        self._agents = Agents(
+            self.bus, self._sandboxes, self._gate, self._networking.networks, agent_sockets
+        )
+        self._opened.push_async_callback(self._agents.close)
+
+    def _open_layers_door(self) -> None:
+        config = self.config
         self._door = LayersDoor(
             self.node,
-            layers,
-            holds,
+            self._layers,
+            self._holds,
             events=self._events,
             clock=self.clock,
             directory=config.state_path / "uploads",
@@ -164,9 +274,18 @@ class SandboxdService(Service[SandboxdConfig]):
             idle_s=config.upload_idle_s,
         )
         self._door.open()
-        stack.callback(self._door.close)
-        await self.bus.register(
-            "dsec-sandboxd", _VERSION, "Sandboxes, commands, files and layers of one node"
+        self._opened.callback(self._door.close)
+
+    def _layer_backend(self) -> LayerBackend:
+        config = self.config
+        return backend_of(
+            store_url(config.layers_backend, config.layers_path),
+            directory=config.layers_cache_path,
+            cache_bytes=config.layers_cache_bytes,
+            node=self.node,
+            bus=self.bus,
+            in_use=lambda: self._holds.in_use,
+            clock=self.clock,
         )
 
     def _agent_socket_server(self) -> AgentSockets:
@@ -192,52 +311,47 @@ class SandboxdService(Service[SandboxdConfig]):
         self._log_producer = producer
         return producer
 
-    def _rules(self) -> NodeRules:
-        config = self.config
-        sandboxes_max = min(config.sandboxes_max, self._facts.sandboxes_max)
-        physical = self._inventory.physical(sandboxes_max)
-        return NodeRules(
-            node=self.node,
-            physical=physical,
-            capacity=Resources(
-                cpus=physical.cpus * config.cpu_oversubscription,
-                memory_bytes=int(physical.memory_bytes * config.memory_oversubscription),
-                sandboxes=sandboxes_max,
-            ),
-            memory_reserve_bytes=config.memory_reserve_bytes,
-            ended_kept_s=config.ended_kept_s,
-            ended_kept_max=config.ended_kept_max,
-        )
-
     async def recover(self) -> None:
-        """Remove what an earlier daemon left, and tell the end of each sandbox it had."""
-        await self._sandboxes.recover()
+        """Take over the sandboxes of an earlier daemon; remove, and tell the end of, the others."""
+        adopted = await self._sandboxes.recover()
+        self._execs.table.recovered(self._state.is_living)
+        await self._networking.networks.recovered()
+        self._agents.recovered(adopted)
+        await self._sandboxes.finish_rollbacks()
+        self._snapshots.recovered()
         self._recovered = True
+        await self._reconciler.run_once()
 
     async def subscribe(self) -> None:
         """Take requests from services and projects; say that this node is there."""
         bus, node, sandboxes = self.bus, self.node, self._sandboxes
         many = 4 * self.config.sandboxes_max
-
-        await bus.serve(
-            subjects.node_request(node, "place"), PlaceSandbox, sandboxes.place, max_pending=many
-        )
+        place = self._agents.placing(self._gate.place)
+        await bus.serve(subjects.node_request(node, "place"), PlaceSandbox, place, max_pending=many)
         await bus.serve(subjects.node_request(node, "list"), ListNodeSandboxes, sandboxes.list)
+        await bus.serve(subjects.node_request(node, "pools"), SetNodePools, self._pools.set)
+        leases = LeaseDoor(sandboxes)
+        await bus.serve(subjects.node_request(node, "revoke"), RevokeLease, leases.revoke)
+        await bus.serve(subjects.node_request(node, "resize"), ResizeLease, leases.resize)
+        retiring = Retiring(sandboxes, self._publish_heartbeat)
+        await bus.serve(subjects.node_request(node, "retire"), RetireNode, retiring.retire)
 
         def verb(name: str) -> str:
             return subjects.any_project_sandbox(node, name)
 
-        # A command holds its place for as long as it runs, so there are places for all of them.
-        await bus.serve(verb("exec"), ExecCommand, self._commands.exec, concurrency=many)
+        inside = self._gate.guard
+        await self._execs.serve(bus.serve, verb, inside, many)
         await bus.serve(verb("inspect"), InspectSandbox, sandboxes.inspect)
         await bus.serve(verb("delete"), DeleteSandbox, sandboxes.delete, concurrency=many)
-        files = self._files
-        await bus.serve(verb("read_file"), ReadFile, files.read_file, max_pending=many)
-        # The last piece of a file waits for the others, each of which needs a place too.
-        await bus.serve(verb("write_file"), WriteFile, files.write_file, concurrency=many)
-        await bus.serve(verb("stat_file"), StatFile, files.stat_file)
-        await bus.serve(verb("list_directory"), ListDirectory, files.list_directory)
-        await bus.serve(verb("make_directory"), MakeDirectory, files.make_directory)
+        life = LifeDoors(sandboxes, self._agents.check_awake)
+        await bus.serve(verb("pause"), PauseSandbox, life.pause, concurrency=many)
+        await bus.serve(verb("resume"), ResumeSandbox, life.resume, concurrency=many)
+        await bus.serve(verb("touch"), TouchSandbox, life.touch)
+        await bus.serve(verb("patch"), PatchSandbox, life.patch)
+        await self._files.serve(bus, verb, inside, many)
+        await self._networking.serve(bus, verb, inside, many)
+        await self._snapshots.serve(bus, verb, inside, many)
+        await self._agents.serve(self.spawn)
 
         def layer(name: str) -> str:
             return subjects.any_project_layer(node, name)
@@ -246,12 +360,17 @@ class SandboxdService(Service[SandboxdConfig]):
         await bus.serve(layer("import"), ImportLayer, self._door.import_layer)
         await bus.serve(layer("list"), ListLayers, self._door.list)
         await bus.serve(layer("inspect"), InspectLayer, self._door.inspect)
+        await bus.serve(layer("tag"), TagLayer, self._door.tag)
         await bus.serve(layer("remove"), RemoveLayer, self._door.remove)
 
+        self._subscribed = True
         self.spawn(self._events.run(), "publish events")
+        self.spawn(self._layer_upkeep.run(), "look after layers")
         self.spawn(sandboxes.watch_ended(), "watch sandboxes")
-        self.spawn(self._tick(), "tick")
+        self.spawn(self._housekeeping().run(), "keep house")
         self.spawn(self._beat(), "heartbeat")
+        self.spawn(self._equipment.watch(self.clock), "watch GPUs")
+        self.spawn(self._reconciler.run(self.clock, self.config.reconcile_interval_s), "reconcile")
 
     # --- Running ------------------------------------------------------------------------------
 
@@ -266,12 +385,18 @@ class SandboxdService(Service[SandboxdConfig]):
             return "Kafka is not connected; reconnecting, and the behaviour log is spooled"
         return ""
 
-    async def _tick(self) -> None:
-        while True:
-            await self.clock.sleep(_TICK_S)
-            self._sandboxes.tick()
-            self._door.remove_idle()
-            await self._files.remove_idle()
+    def _housekeeping(self) -> Housekeeping:
+        chores = (
+            self._execs.tick,
+            self._door.remove_idle,
+            self._files.remove_idle,
+            self._pools.tick,
+            self._networking.tick,
+            self._meters.tick,
+        )
+        return Housekeeping(
+            self.clock, self._times, self._sandboxes.tick, chores, lambda: self._pools.in_use
+        )
 
     async def _beat(self) -> None:
         while True:
@@ -287,9 +412,9 @@ class SandboxdService(Service[SandboxdConfig]):
         """Return what this node has and what it has given out, now."""
         rules = self._state.rules
         missing = dict.fromkeys(self._facts.missing, "this kernel lacks it")
-        if self._no_gpus:
-            missing["gpu"] = self._no_gpus
+        missing |= self._networking.missing | self._equipment.missing
         return NodeHeartbeat(
+            sent_at=self.clock.now(),  # by which schedulers know how our clock differs from theirs
             node=self.node,
             epoch=self._epoch,
             store_id=self._layers.store_id,
@@ -297,23 +422,60 @@ class SandboxdService(Service[SandboxdConfig]):
             allocated=self._state.allocated,
             physical=rules.physical,
             memory_bytes_available=self._inventory.memory_bytes_available(),
-            gpus=self._gpus,
-            lease_ids=self._state.lease_ids,
+            gpus=self._equipment.sample.gpus,
+            gpu_readings=self._equipment.sample.readings,
+            machine=self._equipment.machine,
+            disk_bytes_available=self._equipment.disk_bytes_available,
+            lease_ids=tuple(self._state.leases),
+            lease_resizes=self._state.lease_resizes,
             labels=self.config.labels,
             version=_VERSION,
             draining=self._state.draining,
             missing=missing,
+            warm=self._pools.ready_by_key(),
         )
 
     # --- Stopping -----------------------------------------------------------------------------
 
+    async def run(self) -> int:
+        """Live from start to stop; SIGUSR2 stops it too, and lets the sandboxes live on."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR2, self.request_handover)
+        try:
+            return await super().run()
+        finally:
+            loop.remove_signal_handler(signal.SIGUSR2)
+
+    def request_handover(self) -> None:
+        """Begin to stop and let the sandboxes live on, for the next daemon of this node."""
+        self._keep_sandboxes = True
+        self.request_stop()
+
+    @property
+    def _sandboxes_live_on(self) -> bool:
+        # A start that failed half-way must not end what another attempt can take over.
+        return self._keep_sandboxes or not self._subscribed
+
+    async def _close_kernel(self, kernel: Kernel) -> None:
+        await kernel.close(keep_sandboxes=self._sandboxes_live_on)
+
     async def quiesce(self) -> None:
-        """Refuse new work, let commands finish for a while, end every sandbox and tell of it."""
+        """Refuse new work, let commands finish for a while, end every sandbox and tell of it.
+
+        Where the sandboxes are to live on, what is being made or removed is finished, no more.
+        """
         if not self._recovered:
             return
+        # A daemon that failed ends no sandbox, like one that was killed: the next takes over.
+        self._keep_sandboxes = self._keep_sandboxes or self.failed
         timeout_s = self.config.drain_timeout_s
         self._sandboxes.handle(DrainBegan(now=self.clock.now()))
         await self._publish_heartbeat()
+        if self._sandboxes_live_on:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s * _COMMANDS_SHARE):
+                    await self._sandboxes.settled()
+            return
         if not await self._commands.finished(timeout_s * _COMMANDS_SHARE):
             _log.warning("commands_cut_short")
         with contextlib.suppress(TimeoutError):

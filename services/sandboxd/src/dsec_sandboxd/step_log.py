@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import structlog
@@ -20,6 +22,13 @@ _log: Final = structlog.get_logger(__name__)
 PLATFORM_ACTIONS: Final = frozenset(
     {
         "create",
+        "pause",
+        "resume",
+        "resize",
+        "snapshot",
+        "fork",
+        "rollback",
+        "adopt",
         "exec",
         "read_file",
         "write_file",
@@ -27,6 +36,10 @@ PLATFORM_ACTIONS: Final = frozenset(
         "feedback",
         "delete",
         "end",
+        "set_network",
+        "enter_agent_phase",
+        "network_denied",
+        "open_port",
         "spool_shed",
     }
 )
@@ -44,27 +57,56 @@ class StepWriter(Protocol):
         ...
 
 
+class SequenceKeeper(Protocol):
+    """Remembers, for the next daemon, how far the numbering of each living sandbox has come."""
+
+    def keep_sequence(self, local: str, source: str, seq: int) -> None:
+        """Remember the last number used. Never raises."""
+        ...
+
+
+@dataclass(slots=True)
+class _Numbering:
+    source: str
+    seq: int = 0
+
+
 class StepLog:
     """Writes steps with one running number per sandbox.
 
-    A sandbox's first step is 1 and no number is left out, so a reader sees what it lacks. Nothing
-    here fails a request: a step that cannot be written is counted and logged.
+    A sandbox's first step is 1 and no number is left out, so a reader sees what it lacks. A number
+    is kept before its step is written: when the daemon is killed, the next one goes on with the
+    next number, and what was not yet in the spool shows as a gap. Nothing here fails a request: a
+    step that cannot be written is counted and logged.
+
+    Attributes:
+        before_step: called with the sandbox's id before each of its steps; what it writes itself
+            of that sandbox comes first.
     """
 
-    def __init__(self, node: str, writer: StepWriter | None, source: str = "sandboxd") -> None:
+    def __init__(
+        self,
+        node: str,
+        writer: StepWriter | None,
+        source: str = "sandboxd",
+        keeper: SequenceKeeper | None = None,
+    ) -> None:
         """Take where to write; without a writer steps are only numbered.
 
         Args:
             node: this node's name.
             writer: takes the records.
-            source: who counts. A daemon that was started again counts anew, so it needs another
-                one, or readers take its steps for repetitions of earlier ones.
+            source: who counts, in sandboxes that are new. A daemon that was started again needs
+                another one, or readers take its steps for repetitions of earlier ones.
+            keeper: remembers the numbers over the daemon's end.
         """
         self._node = node
         self._writer = writer
         self._source = source
-        self._last: dict[str, int] = {}
-        self._ended: OrderedDict[str, int] = OrderedDict()
+        self._keeper = keeper
+        self._numbering: dict[str, _Numbering] = {}
+        self._ended: OrderedDict[str, _Numbering] = OrderedDict()
+        self.before_step: Callable[[str], None] | None = None
         self.lost = 0
 
     def step(
@@ -82,15 +124,18 @@ class StepLog:
         error_code: str = "",
     ) -> None:
         """Write one step of a sandbox."""
-        seq = self._next(record.local)
+        if self.before_step is not None:
+            self.before_step(record.local)
+        numbering = self._next(record.local)
         if self._writer is None:
             return
         sandbox_id = f"{self._node}.{record.local}"
         step = BehaviorLog(
             sandbox_id=sandbox_id,
             project=record.project,
-            seq=seq,
-            source=self._source,
+            seq=numbering.seq,
+            source=numbering.source,
+            time_us=time.time_ns() // 1000,
             agent=record.agent or "sandbox",
             agent_id=sandbox_id,
             action=action,
@@ -114,18 +159,38 @@ class StepLog:
             if self.lost % _NOT_LOGGED_EVERY == 1:
                 _log.warning("step_not_logged", lost=self.lost, error=str(error))
 
-    def _next(self, local: str) -> int:
-        if local in self._ended:  # a command that the sandbox's end cut short is told after it
-            self._ended[local] += 1
-            return self._ended[local]
-        seq = self._last[local] = self._last.get(local, 0) + 1
-        return seq
+    def resume(self, local: str, source: str, seq: int) -> None:
+        """Go on with the numbering of an earlier daemon, after ``seq``."""
+        self._numbering[local] = _Numbering(source, seq)
+
+    def _next(self, local: str) -> _Numbering:
+        # A command that the sandbox's end cut short is told after it.
+        numbering = self._ended.get(local) or self._numbering.get(local)
+        if numbering is None:
+            numbering = self._numbering[local] = _Numbering(self._source)
+        numbering.seq += 1
+        if self._keeper is not None and local in self._numbering:
+            self._keeper.keep_sequence(local, numbering.source, numbering.seq)
+        return numbering
 
     def end(self, local: str) -> None:
         """Note that a sandbox is over; the numbering of the last 10,000 is kept for late steps."""
-        self._ended[local] = self._last.pop(local, 0)
+        numbering = self._numbering.pop(local, None)
+        self._ended[local] = numbering or _Numbering(self._source)
         if len(self._ended) > _ENDED_KEPT:
             self._ended.popitem(last=False)
+
+
+def shown(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command line fit for listings: each argument shortened, and the first ones only."""
+    kept: list[str] = []
+    left = ATTRIBUTE_MAX
+    for argument in argv:
+        kept.append(shortened(argument))
+        left -= len(kept[-1])
+        if left <= 0:
+            break
+    return tuple(kept)
 
 
 def shortened(text: str) -> str:

@@ -14,6 +14,11 @@ from dsec_common.wire.sandbox import FILE_CHUNK_BYTES
 #: A sender has eight pieces on their way; twice that much may wait for one that is late.
 EARLY_BYTES_MAX: Final = 16 * FILE_CHUNK_BYTES
 
+#: However small they are: each takes more memory than what is in it.
+EARLY_PIECES_MAX: Final = 64
+
+_ZEROS: Final = memoryview(bytes(FILE_CHUNK_BYTES))
+
 
 def _write_error(error: OSError) -> DsecError:
     if error.errno != errno.ENOSPC:
@@ -31,8 +36,8 @@ def _write_error(error: OSError) -> DsecError:
 class OrderedWriter:
     """Writes pieces to a descriptor in order, whatever the order in which they arrive.
 
-    Pieces that come early are held in memory, up to 2 MiB. Writing in order lets the hash be taken
-    on the way and leaves no hole that was never sent.
+    Pieces that come early are held in memory, up to 2 MiB and 64 of them. Writing in order lets the
+    hash be taken on the way and leaves no hole that was never sent.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -79,7 +84,7 @@ class OrderedWriter:
     def _hold(self, offset: int, data: bytes) -> None:
         if offset in self._early:
             return
-        if self._early_bytes + len(data) > EARLY_BYTES_MAX:
+        if self._early_bytes + len(data) > EARLY_BYTES_MAX or len(self._early) >= EARLY_PIECES_MAX:
             raise invalid(
                 f"the piece at {offset} is too far ahead of {self.written_bytes}, which is "
                 "missing; have at most 8 pieces on their way",
@@ -90,6 +95,10 @@ class OrderedWriter:
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
+        if view == _ZEROS[: len(view)]:  # stays a hole
+            self._hash.update(view)
+            self.written_bytes += len(view)
+            return
         while view:
             try:
                 count = os.pwrite(self.descriptor, view, self.written_bytes)
@@ -100,6 +109,13 @@ class OrderedWriter:
             self._hash.update(view[:count])
             self.written_bytes += count
             view = view[count:]
+
+    def _end_in_a_hole(self) -> None:
+        try:
+            if os.fstat(self.descriptor).st_size < self.written_bytes:
+                os.ftruncate(self.descriptor, self.written_bytes)
+        except OSError as error:
+            raise _write_error(error) from error
 
     def fail(self, error: DsecError) -> None:
         """Have every later call raise ``error``."""
@@ -136,6 +152,7 @@ class OrderedWriter:
                 f"{self.received_bytes} bytes were sent, {size_bytes} were announced",
                 field="size_bytes",
             )
+        self._end_in_a_hole()
         digest = self._hash.hexdigest()
         if sha256 and digest != sha256.lower():
             raise invalid(

@@ -3,10 +3,11 @@
 The life of a sandbox's cgroup::
 
     driver = open_driver(detect_layout(), node)     # once; refuses a host that cannot enforce
-    cgroup = driver.create(local, limits)           # directories, limits, descriptors
-        -> the spawner clones with CLONE_INTO_CGROUP into cgroup.unified_directory_fd;
-           the child writes b"0" to each of cgroup.enter_fds, then closes them
-    cgroup.close_descriptors()
+    cgroup = driver.adopt(local)                    # names it
+        -> the spawner makes its directory below each of driver.parent_fds(), writes
+           driver.limit_texts(limits) there, and clones with CLONE_INTO_CGROUP into the v2 one;
+           the child writes b"0" to the tasks file of each other one
+    cgroup.watch_oom(end_all=…)
     cgroup.delegate_exec(base_uid)                  # PID 1 may now start commands in directories
     descriptor = cgroup.create_exec(exec_id)        # one for each command
         -> PID 1 clones with CLONE_INTO_CGROUP into descriptor; the daemon closes its copy
@@ -26,29 +27,42 @@ from typing import Protocol
 from dsec_sandboxd.kernel.cgroups_layout import (
     CgroupLimits,
     Layout,
+    LimitText,
     detect_layout,
     require_enforceable,
 )
 from dsec_sandboxd.kernel.cgroups_v1 import HybridDriver
 from dsec_sandboxd.kernel.cgroups_v2 import V2Driver
 
-__all__ = ["Cgroup", "CgroupDriver", "CgroupLimits", "Layout", "detect_layout", "open_driver"]
+__all__ = [
+    "Cgroup",
+    "CgroupDriver",
+    "CgroupLimits",
+    "Layout",
+    "LimitText",
+    "detect_layout",
+    "open_driver",
+]
 
 
 class Cgroup(Protocol):
     """One sandbox's cgroups. Methods on a sandbox that is gone do nothing or say ``not_found``."""
 
     local: str
-    unified_directory_fd: int
-    """The v2 directory for CLONE_INTO_CGROUP; -1 once closed."""
-    enter_fds: tuple[int, ...]
-    """Files that the child writes ``0`` to; empty on a pure v2 host and once closed."""
+    directory: str
+    """Its directory in the v2 tree."""
 
-    def close_descriptors(self) -> None:
-        """Close the descriptors of the creation. Idempotent; nothing else needs them."""
+    def change_limits(self, limits: CgroupLimits) -> None:
+        """Put other amounts of memory, processor and processes in force; the rest stays.
 
-    def watch_oom(self) -> None:
-        """Watch an adopted sandbox; ``create`` has done it for a new one."""
+        What is in use already must fit.
+        """
+
+    def watch_oom(self, *, end_all: bool = True) -> None:
+        """Have the driver's ``read_ooms`` name this sandbox from now on.
+
+        ``end_all`` is what it was created with as ``end_all_on_oom``.
+        """
 
     def delegate_exec(self, base_uid: int) -> None:
         """Let the host user ``base_uid`` start processes in the commands' directories."""
@@ -63,6 +77,16 @@ class Cgroup(Protocol):
             DsecError: ``conflict`` when the exec id is in use, ``not_found`` when the sandbox is
                 gone, ``invalid`` for an id that cannot be a name.
         """
+
+    def open_exec(self, exec_id: str) -> int:
+        """Return another descriptor of a command's directory, as ``create_exec`` does.
+
+        Raises:
+            DsecError: ``not_found`` when the directory or the sandbox is gone.
+        """
+
+    def exec_ids(self) -> list[str]:
+        """Return the commands' directories that exist, sorted: what an earlier daemon left."""
 
     def kill_exec(self, exec_id: str) -> None:
         """End every process that the command started, daemons too, frozen or not."""
@@ -107,6 +131,9 @@ class Cgroup(Protocol):
     def thaw(self) -> None:
         """Let a frozen sandbox run on."""
 
+    def reclaim(self) -> None:
+        """Give back what memory can be had without ending a process. Slow: call it in a thread."""
+
     def kill(self) -> None:
         """End every process of the sandbox, frozen or not."""
 
@@ -126,18 +153,24 @@ class CgroupDriver(Protocol):
 
     layout: Layout
 
-    def create(self, local: str, limits: CgroupLimits) -> Cgroup:
-        """Make a sandbox's cgroups with every limit in force and its memory watched.
+    def limit_texts(self, limits: CgroupLimits) -> list[LimitText]:
+        """Return what to write, in order, to have every limit of a sandbox in force.
 
-        A failure leaves nothing behind.
-
-        Raises:
-            DsecError: ``invalid`` for an id that cannot be a name, ``conflict`` when the sandbox
-                exists, ``unsupported`` when the kernel lacks what a limit needs.
+        A kernel without one of the files cannot enforce that limit: none may be left out.
         """
 
+    def parent_fds(self) -> tuple[int, ...]:
+        """Return descriptors of the node's directory in every hierarchy; they stay the driver's."""
+
     def adopt(self, local: str) -> Cgroup:
-        """Return the handle of a sandbox that an earlier daemon made, to watch, kill or remove."""
+        """Return the handle of one sandbox's cgroups, whether they are there already or not.
+
+        Raises:
+            DsecError: ``invalid`` for an id that cannot be a name.
+        """
+
+    def parents(self) -> list[str]:
+        """Return the node's directory in every hierarchy, the v2 one first."""
 
     def leftovers(self) -> list[str]:
         """Return the local ids that have a directory in any tree, sorted."""

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from dsec_common.errors import DsecError, ErrorCode, invalid
 
@@ -62,6 +62,8 @@ class CgroupLimits:
             the kernel walk its cgroups, so it is only done when asked for.
         end_all_on_oom: running out of memory ends every process of the sandbox, so that none is
             left half dead.
+        best_effort: run only when no other cgroup beside it wants the processor (``cpu.idle``);
+            ``cpus`` is then no share.
 
     Raises:
         DsecError: ``invalid`` when a limit is not a number that the kernel could enforce.
@@ -72,6 +74,7 @@ class CgroupLimits:
     pids: int
     cpu_quota: bool = False
     end_all_on_oom: bool = True
+    best_effort: bool = False
 
     def __post_init__(self) -> None:
         _check_between(
@@ -94,6 +97,20 @@ class CgroupLimits:
     def cpu_weight(self) -> int:
         """Return the v2 weight: the kernel's default, 100, for one processor."""
         return max(1, min(10_000, round(self.cpus * 100)))
+
+
+class LimitText(NamedTuple):
+    """What is written to one file of a sandbox's cgroups to have a limit in force.
+
+    Attributes:
+        tree: in which of the driver's trees, the v2 one first.
+        file: the file's name.
+        text: its new content.
+    """
+
+    tree: int
+    file: str
+    text: bytes
 
 
 def detect_layout(root: Path = DEFAULT_ROOT) -> Layout:
@@ -151,7 +168,9 @@ def _check_between(name: str, value: float, minimum: float, maximum: float) -> N
 def node_pids_max() -> int:
     """Return how many processes and threads all sandboxes of this node may have together.
 
-    Three quarters of what the host can number: sandboxes that all fork to their limits must leave
-    some to the services beside them.
+    Three quarters of what the host can number, or can have threads of: sandboxes that all fork to
+    their limits must leave some to the services beside them.
     """
-    return int(Path("/proc/sys/kernel/pid_max").read_text()) * 3 // 4
+    kernel = Path("/proc/sys/kernel")
+    most = (int((kernel / name).read_text()) for name in ("pid_max", "threads-max"))
+    return min(most) * 3 // 4

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S: Final = 0.000_2
 _LONGEST_PAUSE_S: Final = 0.05
+_RECLAIMED_IN_PART: Final = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENODEV})
 _NOT_YET: Final = frozenset({errno.EBUSY, errno.ENOTEMPTY})
 
 
@@ -113,24 +114,6 @@ def make_directory(path: str) -> None:
         raise from_os_error("mkdir", error, path) from error
 
 
-def make_sandbox_directory(path: str) -> None:
-    """Make a sandbox's cgroup in its node's.
-
-    Raises:
-        DsecError: as :func:`make_directory`; ``unavailable`` when the node's own is gone.
-    """
-    try:
-        make_directory(path)
-    except DsecError as error:
-        if not is_gone(error):
-            raise
-        raise DsecError(
-            ErrorCode.UNAVAILABLE,
-            f"the cgroup {Path(path).parent} of this node is gone; start its sandboxd again",
-            details=error.details,
-        ) from error
-
-
 def remove_directory(path: str) -> bool:
     """Remove one cgroup; return whether it is gone. A busy one stays, for the caller to retry."""
     try:
@@ -165,30 +148,33 @@ def read_processes(directory: str) -> list[int]:
         raise
 
 
+def reclaim(path: str, text: bytes) -> None:
+    """Have the kernel give memory of a cgroup back, as much as it can.
+
+    What it cannot get at (without swap: anonymous memory) stays, which is no error; neither is a
+    cgroup that is gone, nor a kernel without the file (before 5.19).
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.write(descriptor, text)
+    except OSError as error:
+        if error.errno not in _RECLAIMED_IN_PART:
+            raise from_os_error("reclaim", error, path) from error
+    finally:
+        os.close(descriptor)
+
+
 class UnifiedCgroup:
     """One sandbox's directory in the v2 tree, and the commands' directories below it."""
 
     def __init__(self, local: str, directory: str) -> None:
         self.local = local
         self.directory = directory
-        self.unified_directory_fd = -1
-        self.enter_fds: tuple[int, ...] = ()
         self._base_uid: int | None = None
-
-    # -- what a creation needs, and only it
-
-    def open_descriptors(self) -> None:
-        """Open what the spawner is handed; :meth:`close_descriptors` ends them."""
-        self.unified_directory_fd = open_path(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-
-    def close_descriptors(self) -> None:
-        """Close the descriptors of the creation. Idempotent."""
-        if self.unified_directory_fd >= 0:
-            os.close(self.unified_directory_fd)
-            self.unified_directory_fd = -1
-        for descriptor in self.enter_fds:
-            os.close(descriptor)
-        self.enter_fds = ()
+        self._made: set[str] = set()  # the commands' directories that this object made
 
     # -- commands
 
@@ -211,13 +197,27 @@ class UnifiedCgroup:
         """
         directory = self._exec_directory(exec_id)
         make_directory(directory)
+        self._made.add(directory)
         try:
             if self._base_uid is not None:
                 self._give(f"{directory}/cgroup.procs", self._base_uid)
             return open_path(directory, os.O_RDONLY | os.O_DIRECTORY)
         except DsecError:
-            remove_directory(directory)
+            self.remove_exec(exec_id)
             raise
+
+    def open_exec(self, exec_id: str) -> int:
+        """Return a descriptor of a command's directory, which the caller closes.
+
+        Raises:
+            DsecError: ``not_found`` when the directory or the sandbox is gone.
+        """
+        return open_path(self._exec_directory(exec_id), os.O_RDONLY | os.O_DIRECTORY)
+
+    def exec_ids(self) -> list[str]:
+        """Return the commands' directories that exist, sorted: what an earlier daemon left."""
+        names = list_directories(self.directory)
+        return [name.removeprefix("exec-") for name in names if name.startswith("exec-")]
 
     def kill_exec(self, exec_id: str) -> None:
         """End every process that the command started, daemons too. Nothing when it is gone."""
@@ -233,7 +233,11 @@ class UnifiedCgroup:
 
     def remove_exec(self, exec_id: str) -> bool:
         """Remove the command's directory; return whether it is gone. Call again when it is not."""
-        return remove_directory(self._exec_directory(exec_id))
+        directory = self._exec_directory(exec_id)
+        if not remove_directory(directory):
+            return False
+        self._made.discard(directory)
+        return True
 
     # -- the whole sandbox
 
@@ -280,7 +284,8 @@ class UnifiedCgroup:
 
         Idempotent. False means that a process is still ending: kill, and call again.
         """
-        self.close_descriptors()
+        for directory in self._made:
+            remove_directory(directory)
         if remove_directory(self.directory):
             return True
         for name in list_directories(self.directory):
@@ -344,6 +349,7 @@ class UnifiedDriver:
     def __init__(self, layout: Layout, node: str) -> None:
         self.layout = layout
         self._parent_name = f"dsec-{check_name('node', node)}"
+        self._parent_fds: tuple[int, ...] = ()
         self.parent = str(layout.unified / self._parent_name)
         Path(self.parent).mkdir(mode=0o755, exist_ok=True)
         if not Path(self.parent, "cgroup.kill").exists():
@@ -357,16 +363,38 @@ class UnifiedDriver:
     def leftovers(self) -> list[str]:
         """Return the local ids whose directories exist, sorted: after a crash, what it left."""
         found: set[str] = set()
-        for parent in self._parents():
+        for parent in self.parents():
             found.update(list_directories(parent))
         return sorted(found)
 
+    def parent_fds(self) -> tuple[int, ...]:
+        """Return descriptors of the node's directories, the v2 one first; this driver's own.
+
+        Raises:
+            DsecError: ``exhausted`` without enough free descriptors; none is left open.
+        """
+        if not self._parent_fds:
+            opened: list[int] = []
+            try:
+                for parent in self.parents():
+                    opened.append(open_path(parent, os.O_RDONLY | os.O_DIRECTORY))  # noqa: PERF401  see except
+            except DsecError:
+                for descriptor in opened:
+                    os.close(descriptor)
+                raise
+            self._parent_fds = tuple(opened)
+        return self._parent_fds
+
     def close(self) -> None:
         """Remove the node's directories when no sandbox is left in them. Idempotent."""
-        for parent in self._parents():
+        for descriptor in self._parent_fds:
+            os.close(descriptor)
+        self._parent_fds = ()
+        for parent in self.parents():
             remove_directory(parent)
 
-    def _parents(self) -> list[str]:
+    def parents(self) -> list[str]:
+        """Return the node's directory in every hierarchy, the v2 one first."""
         return [self.parent]
 
 

@@ -11,20 +11,21 @@ import select
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dsec_common.errors import DsecError, from_os_error
+from dsec_common.errors import DsecError, ErrorCode, from_os_error
 from dsec_sandboxd.kernel.cgroups_layout import (
     CONTROLLERS,
     CPU_PERIOD_US,
+    LimitText,
     check_name,
     node_pids_max,
 )
 from dsec_sandboxd.kernel.cgroups_tree import (
     UnifiedCgroup,
     UnifiedDriver,
-    make_sandbox_directory,
     open_path,
     read_field,
     read_file,
+    reclaim,
     remove_all,
     write_file,
 )
@@ -33,9 +34,12 @@ if TYPE_CHECKING:
     from dsec_sandboxd.kernel.cgroups_layout import CgroupLimits, Layout
 
 
+_MEMORY, _CPU, _PIDS = (1 + CONTROLLERS.index(name) for name in ("memory", "cpu", "pids"))
 #: v1 does not count what sockets buffer as memory: it has a limit of its own, this part of the
 #: other. Without it a sandbox of 128 MiB kept 600 MiB in TCP buffers, charged to nobody.
 _SOCKET_MEMORY_PART: Final = 8
+#: What a new cgroup has; it need not be written.
+_CPU_SHARES_AT_BIRTH: Final = 1024
 _TCP_MEMORY: Final = "/proc/sys/net/ipv4/tcp_mem"
 
 
@@ -43,24 +47,52 @@ def node_socket_memory_bytes() -> int:
     """Return what all sandboxes together may buffer in sockets.
 
     Half of the amount from which on the kernel shrinks every TCP connection of the host: sandboxes
-    must not slow down the services beside them.
+    must not slow down the services beside them. From within a container that amount cannot be
+    seen; then it is what the kernel sets it to by itself, a sixteenth of the memory.
     """
-    _, pressure_pages, _ = read_file(_TCP_MEMORY).split()
-    return int(pressure_pages) * os.sysconf("SC_PAGE_SIZE") // 2
+    try:
+        pressure_pages = int(read_file(_TCP_MEMORY).split()[1])
+    except DsecError as error:
+        if error.code is not ErrorCode.NOT_FOUND:
+            raise
+        pressure_pages = os.sysconf("SC_PHYS_PAGES") // 16
+    return pressure_pages * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def write_limits(memory: str, cpu: str, pids: str, limits: CgroupLimits) -> None:
-    """Write a sandbox's limits to its three v1 directories."""
+def limit_texts(limits: CgroupLimits) -> list[LimitText]:
+    """Return what to write, in order, to have a sandbox's limits in force."""
     memory_bytes = b"%d" % limits.memory_bytes
-    write_file(f"{memory}/memory.limit_in_bytes", memory_bytes)
-    # Memory and swap together, set to the same: nothing is left for swap.
-    write_file(f"{memory}/memory.memsw.limit_in_bytes", memory_bytes)
+    sockets_bytes = b"%d" % (limits.memory_bytes // _SOCKET_MEMORY_PART)
+    texts = [
+        LimitText(_MEMORY, "memory.limit_in_bytes", memory_bytes),
+        # Memory and swap together, set to the same: nothing is left for swap.
+        LimitText(_MEMORY, "memory.memsw.limit_in_bytes", memory_bytes),
+        LimitText(_MEMORY, "memory.kmem.tcp.limit_in_bytes", sockets_bytes),
+    ]
+    if limits.best_effort:
+        # The least weight, and preempted by all others.
+        texts.append(LimitText(_CPU, "cpu.idle", b"1"))
+    elif limits.cpu_shares != _CPU_SHARES_AT_BIRTH:
+        texts.append(LimitText(_CPU, "cpu.shares", b"%d" % limits.cpu_shares))
+    if limits.cpu_quota:
+        texts.append(LimitText(_CPU, "cpu.cfs_period_us", b"%d" % CPU_PERIOD_US))
+        texts.append(LimitText(_CPU, "cpu.cfs_quota_us", b"%d" % limits.cpu_quota_us))
+    texts.append(LimitText(_PIDS, "pids.max", b"%d" % limits.pids))
+    return texts
+
+
+def change_limits(memory: str, cpu: str, pids: str, limits: CgroupLimits) -> None:
+    """Write other amounts over a sandbox's limits in its three v1 directories."""
+    memory_bytes = b"%d" % limits.memory_bytes
+    names = ["memory.memsw.limit_in_bytes", "memory.limit_in_bytes"]
+    if limits.memory_bytes < int(read_file(f"{memory}/memory.limit_in_bytes")):
+        names.reverse()  # memory may never be allowed more than memory and swap together
+    for name in names:
+        write_file(f"{memory}/{name}", memory_bytes)
     sockets_bytes = b"%d" % (limits.memory_bytes // _SOCKET_MEMORY_PART)
     write_file(f"{memory}/memory.kmem.tcp.limit_in_bytes", sockets_bytes)
-    write_file(f"{cpu}/cpu.shares", b"%d" % limits.cpu_shares)
-    if limits.cpu_quota:
-        write_file(f"{cpu}/cpu.cfs_period_us", b"%d" % CPU_PERIOD_US)
-        write_file(f"{cpu}/cpu.cfs_quota_us", b"%d" % limits.cpu_quota_us)
+    if not limits.best_effort:
+        write_file(f"{cpu}/cpu.shares", b"%d" % limits.cpu_shares)
     write_file(f"{pids}/pids.max", b"%d" % limits.pids)
 
 
@@ -105,8 +137,7 @@ class EventfdOomWatch:
         notice = self._eventfd_of.pop(local, None)
         if notice is not None:
             del self._local_of[notice]
-            self._epoll.unregister(notice)
-            os.close(notice)
+            os.close(notice)  # nobody else has it open, so that epoll forgets it, too
 
     def read(self) -> list[str]:
         """Return the sandboxes that ran out of memory since the last call."""
@@ -133,11 +164,9 @@ class HybridCgroup(UnifiedCgroup):
         self.v1 = v1
         self._driver = driver
 
-    def open_descriptors(self) -> None:
-        """Open what the spawner is handed: the v2 directory, and each v1 ``tasks`` to enter by."""
-        super().open_descriptors()
-        for directory in self.v1.values():
-            self.enter_fds = (*self.enter_fds, open_path(f"{directory}/tasks", os.O_WRONLY))
+    def change_limits(self, limits: CgroupLimits) -> None:
+        """Put other amounts of memory, processor and processes in force."""
+        change_limits(self.v1["memory"], self.v1["cpu"], self.v1["pids"], limits)
 
     def watch_oom(self, *, end_all: bool = True) -> None:
         """Have the driver's ``read_ooms`` name this sandbox when it runs out of memory.
@@ -166,6 +195,10 @@ class HybridCgroup(UnifiedCgroup):
         """
         counted = read_field(f"{self.v1['memory']}/memory.oom_control", b"oom_kill")
         return max(counted, int(self._driver.has_run_out(self.local)))
+
+    def reclaim(self) -> None:
+        """Give back what memory can be had without ending a process. Slow: call it in a thread."""
+        reclaim(f"{self.v1['memory']}/memory.force_empty", b"0")
 
     def remove(self) -> bool:
         """Remove the sandbox's directories in all trees; return whether all are gone. Idempotent.
@@ -196,25 +229,9 @@ class HybridDriver(UnifiedDriver):
         self._ends_all: dict[str, HybridCgroup] = {}
         self._ran_out: set[str] = set()
 
-    def create(self, local: str, limits: CgroupLimits) -> HybridCgroup:
-        """Make a sandbox's cgroups with its limits; see ``CgroupDriver.create``."""
-        cgroup = self.adopt(local)
-        made: list[str] = []
-        try:
-            for directory in (cgroup.directory, *cgroup.v1.values()):
-                make_sandbox_directory(directory)
-                made.append(directory)
-            write_limits(cgroup.v1["memory"], cgroup.v1["cpu"], cgroup.v1["pids"], limits)
-            cgroup.watch_oom(end_all=limits.end_all_on_oom)
-            cgroup.open_descriptors()
-        except BaseException:
-            # Only what this call made: on a conflict the others belong to a sandbox that lives.
-            if made:
-                self.unwatch(local)
-            cgroup.close_descriptors()
-            remove_all(made)
-            raise
-        return cgroup
+    def limit_texts(self, limits: CgroupLimits) -> list[LimitText]:
+        """Return what to write, in order, to have a sandbox's limits in force."""
+        return limit_texts(limits)
 
     def adopt(self, local: str) -> HybridCgroup:
         """Return the handle of a cgroup that may exist already."""
@@ -257,5 +274,6 @@ class HybridDriver(UnifiedDriver):
         self._watch.close()
         super().close()
 
-    def _parents(self) -> list[str]:
+    def parents(self) -> list[str]:
+        """Return the node's directory in every hierarchy, the v2 one first."""
         return [self.parent, *self._v1_parents.values()]

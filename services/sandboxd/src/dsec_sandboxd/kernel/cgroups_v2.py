@@ -11,6 +11,7 @@ from dsec_common.errors import DsecError, ErrorCode, from_os_error
 from dsec_sandboxd.kernel.cgroups_layout import (
     CONTROLLERS,
     CPU_PERIOD_US,
+    LimitText,
     check_name,
     node_pids_max,
 )
@@ -18,9 +19,9 @@ from dsec_sandboxd.kernel.cgroups_tree import (
     UnifiedCgroup,
     UnifiedDriver,
     is_gone,
-    make_sandbox_directory,
     read_field,
     read_file,
+    reclaim,
     write_file,
 )
 
@@ -34,20 +35,19 @@ _EVENT_HEADER: Final = struct.Struct("iIII")  # watch, mask, cookie, length of t
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
-def write_limits(directory: str, limits: CgroupLimits) -> None:
-    """Write a sandbox's limits to the controller files in its v2 directory.
-
-    Raises:
-        DsecError: ``unsupported`` when the kernel lacks one of the files: no limit is skipped.
-    """
-    write_file(f"{directory}/memory.max", b"%d" % limits.memory_bytes)
-    write_file(f"{directory}/memory.swap.max", b"0")
+def limit_texts(limits: CgroupLimits) -> list[LimitText]:
+    """Return what to write, in order, to have a sandbox's limits in force."""
+    texts = {"memory.max": b"%d" % limits.memory_bytes, "memory.swap.max": b"0"}
     if limits.end_all_on_oom:
-        write_file(f"{directory}/memory.oom.group", b"1")
-    write_file(f"{directory}/cpu.weight", b"%d" % limits.cpu_weight)
+        texts["memory.oom.group"] = b"1"
+    if limits.best_effort:
+        texts["cpu.idle"] = b"1"  # the least weight, and preempted by all others
+    else:
+        texts["cpu.weight"] = b"%d" % limits.cpu_weight
     if limits.cpu_quota:
-        write_file(f"{directory}/cpu.max", b"%d %d" % (limits.cpu_quota_us, CPU_PERIOD_US))
-    write_file(f"{directory}/pids.max", b"%d" % limits.pids)
+        texts["cpu.max"] = b"%d %d" % (limits.cpu_quota_us, CPU_PERIOD_US)
+    texts["pids.max"] = b"%d" % limits.pids
+    return [LimitText(0, file, text) for file, text in texts.items()]
 
 
 class InotifyOomWatch:
@@ -124,7 +124,14 @@ class V2Cgroup(UnifiedCgroup):
         super().__init__(local, directory)
         self._watch = watch
 
-    def watch_oom(self) -> None:
+    def change_limits(self, limits: CgroupLimits) -> None:
+        """Put other amounts of memory, processor and processes in force."""
+        write_file(f"{self.directory}/memory.max", b"%d" % limits.memory_bytes)
+        if not limits.best_effort:
+            write_file(f"{self.directory}/cpu.weight", b"%d" % limits.cpu_weight)
+        write_file(f"{self.directory}/pids.max", b"%d" % limits.pids)
+
+    def watch_oom(self, *, end_all: bool = True) -> None:  # noqa: ARG002  a file says it here
         """Have the driver's ``read_ooms`` name this sandbox when it runs out of memory."""
         self._watch.add(self.local, self.directory)
 
@@ -148,6 +155,10 @@ class V2Cgroup(UnifiedCgroup):
         """Return how many processes the kernel ended because the sandbox ran out of memory."""
         return read_field(f"{self.directory}/memory.events", b"oom_kill")
 
+    def reclaim(self) -> None:
+        """Give back what memory can be had without ending a process. Slow: call it in a thread."""
+        reclaim(f"{self.directory}/memory.reclaim", b"%d" % self.memory_bytes_current())
+
     def remove(self) -> bool:
         """Remove the sandbox's directories; return whether all are gone. Idempotent."""
         self._watch.discard(self.local)
@@ -168,18 +179,9 @@ class V2Driver(UnifiedDriver):
             raise
         self._watch = InotifyOomWatch()
 
-    def create(self, local: str, limits: CgroupLimits) -> V2Cgroup:
-        """Make a sandbox's cgroup with its limits; see ``CgroupDriver.create``."""
-        cgroup = self.adopt(local)
-        make_sandbox_directory(cgroup.directory)
-        try:
-            write_limits(cgroup.directory, limits)
-            cgroup.watch_oom()
-            cgroup.open_descriptors()
-        except BaseException:
-            cgroup.remove()
-            raise
-        return cgroup
+    def limit_texts(self, limits: CgroupLimits) -> list[LimitText]:
+        """Return what to write, in order, to have a sandbox's limits in force."""
+        return limit_texts(limits)
 
     def adopt(self, local: str) -> V2Cgroup:
         """Return the handle of a cgroup that may exist already."""

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.interface import CommandResult, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dsec_sandboxd.kernel.interface import CommandSpec
+    from dsec_sandboxd.kernel.process import OutputKeeper, OutputSink
 
 _READ_BYTES: Final = 65_536
 #: Reads of one stream before others have their turn.
-_READS_PER_TURN: Final = 16
+_READS_PER_TURN: Final = 4
+#: After so long a command is one that lasts: its pipes are watched.
+LASTING_S: Final = 0.005
+#: How often that is put off while this process is behind: how a command ended may be waiting.
+_PUT_OFF_MAX: Final = 8
 #: A pipe's largest size for an unprivileged process: what an ended command may have left in it.
 _LEFT_IN_PIPE_MAX: Final = 1 << 20
 
@@ -29,89 +33,145 @@ def out_of_descriptors() -> DsecError:
     )
 
 
-class _Output:
-    """One stream: drained for ever, kept up to a limit."""
+class MemorySink:
+    """Keeps a stream's beginning in memory and drops the rest."""
 
-    def __init__(self, descriptor: int, stream: Stream, run: CommandRun) -> None:
-        self.descriptor = descriptor
-        self._stream = stream
-        self._run = run
-        self._room = run.spec.output_limit_bytes
-        self.kept = bytearray()
+    def __init__(self, limit_bytes: int, on_output: Callable[[bytes], None] | None) -> None:
+        self._room = limit_bytes
+        self._on_output = on_output
+        self._kept = bytearray()
         self.truncated = False
 
-    def on_readable(self) -> None:
+    def take(self, descriptor: int) -> int:
+        """See ``OutputSink``."""
+        data = os.read(descriptor, _READ_BYTES)
+        kept = data[: self._room]
+        if len(kept) < len(data):
+            self.truncated = True
+        if kept:
+            self._room -= len(kept)
+            self._kept += kept
+            if self._on_output is not None:
+                self._on_output(kept)
+        return len(data)
+
+    def kept(self) -> bytes:
+        """Return what is kept."""
+        return bytes(self._kept)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Output:
+    """One stream: drained for ever."""
+
+    def __init__(self, descriptor: int, sink: OutputSink, loop: asyncio.AbstractEventLoop) -> None:
+        self.descriptor = descriptor
+        self.sink = sink
+        self._loop = loop
+        self._watched = False
+
+    def watch(self, sink: OutputSink | None) -> None:
+        """Take what comes from now on, into another sink if there is one."""
+        if sink is not None:
+            self.sink = sink
+        if self.descriptor >= 0 and not self._watched:
+            self._watched = True
+            self._loop.add_reader(self.descriptor, self._on_readable)
+
+    def _on_readable(self) -> None:
         for _ in range(_READS_PER_TURN):
-            if self._read_once() <= 0:
+            if self._take() <= 0:
                 return
 
     def drain(self) -> None:
         """Take what is there now, without waiting for a process that keeps the pipe open."""
         left = _LEFT_IN_PIPE_MAX
         while self.descriptor >= 0 and left > 0:
-            size = self._read_once()
+            size = self._take()
             if size <= 0:
                 return
             left -= size
 
-    def _read_once(self) -> int:
-        """Read once; return the size, 0 at the end (then closed), -1 when nothing is there."""
+    def _take(self) -> int:
+        """Take once; return the size, 0 at the end (then closed), -1 when nothing is there."""
         try:
-            data = os.read(self.descriptor, _READ_BYTES)
+            size = self.sink.take(self.descriptor)
         except BlockingIOError:
             return -1
         except OSError:
-            data = b""
-        if not data:
+            size = 0
+        if not size:
             self.close()
-            return 0
-        if self._room > 0:
-            kept = data[: self._room]
-            self._room -= len(kept)
-            self.kept += kept
-            if self._run.on_output is not None:
-                self._run.on_output(self._stream, kept)
-            self.truncated = self.truncated or len(kept) < len(data)
-        else:
-            self.truncated = True
-        return len(data)
+        return size
 
     def close(self) -> None:
+        """Let go of the descriptor; what was taken stays. Idempotent."""
         if self.descriptor >= 0:
-            self._run.loop.remove_reader(self.descriptor)
+            if self._watched:
+                self._loop.remove_reader(self.descriptor)
             os.close(self.descriptor)
             self.descriptor = -1
 
 
+Settle = Callable[["CommandRun", CommandResult | None], CommandResult | None]
+
+
 class CommandRun:
-    """A command from its request to its end; ``done`` is its result."""
+    """A command from its request to its end; ``done`` is its result.
+
+    A command that ends within a few milliseconds never has its pipes watched: they are emptied
+    once, at its end. So nothing of it was taken when a daemon dies so early, and whoever comes next
+    finds it all.
+
+    ``settle`` is called before ``done`` resolves, with the result or None, and returns the result
+    that it is to have.
+
+    Attributes:
+        is_held: PID 1 tells of it only when it has ended, with all that it printed, unless it
+            lasts or prints much.
+        left_nothing: it has ended, and no process was left in the sandbox but PID 1.
+    """
+
+    keeps_streams: Final = False
 
     def __init__(
         self,
         run_id: int,
         spec: CommandSpec,
         on_output: Callable[[Stream, bytes], None] | None,
+        keeper: OutputKeeper | None = None,
+        settle: Settle | None = None,
     ) -> None:
         self.run_id = run_id
         self.spec = spec
         self.on_output = on_output
+        self._keeper = keeper
+        self._settle = settle
+        self._lasts: asyncio.TimerHandle | None = None
+        self._lasts_at = 0.0
+        self._put_off = 0
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[CommandResult] = self.loop.create_future()
         self.was_started = False
         self.timed_out = False
         self._began_at = time.monotonic()
+        self.is_held = not spec.stdin and on_output is None
+        self.left_nothing = False
+        self._is_watched = False
         self._outputs: dict[Stream, _Output] = {}
+        self._printed: dict[Stream, bytes] = {}
         self._input_fd = -1
         self._input_left = memoryview(spec.stdin)
 
-    def started(self, descriptors: list[int]) -> None:
-        """Take over the command's pipes."""
+    def take_streams(self, descriptors: list[int]) -> bool:
+        """Take over the command's pipes; False, and all closed, when one is missing."""
         self.was_started = True
         if len(descriptors) != 1 + bool(self.spec.stdin) + (not self.spec.merge_stderr):
             for descriptor in descriptors:
                 os.close(descriptor)
-            self.failed(out_of_descriptors())
-            return
+            return False
         remaining = list(descriptors)
         if self.spec.stdin:
             self._input_fd = remaining.pop(0)
@@ -119,45 +179,97 @@ class CommandRun:
             if self._input_fd >= 0:
                 self.loop.add_writer(self._input_fd, self._write_input)
         for stream, descriptor in zip(Stream, remaining, strict=False):
-            output = _Output(descriptor, stream, self)
-            self._outputs[stream] = output
-            self.loop.add_reader(descriptor, output.on_readable)
+            sink = MemorySink(self.spec.output_limit_bytes, self._listener(stream))
+            self._outputs[stream] = _Output(descriptor, sink, self.loop)
+        return True
 
-    def exited(self, status: int) -> None:
+    def is_started(self) -> None:
+        """Watch its pipes: at once when somebody listens, else when it lasts."""
+        if self.on_output is not None:
+            self._watch()
+        else:
+            self._watch_later()
+
+    def _watch_later(self) -> None:
+        self._lasts_at = time.monotonic() + LASTING_S
+        self._lasts = self.loop.call_later(LASTING_S, self._watch_if_it_lasts)
+
+    def _watch_if_it_lasts(self) -> None:
+        behind_s = time.monotonic() - self._lasts_at
+        if behind_s > LASTING_S and self._put_off < _PUT_OFF_MAX:
+            self._put_off += 1
+            self._watch_later()
+        else:
+            self._watch()
+
+    def _listener(self, stream: Stream) -> Callable[[bytes], None] | None:
+        listen = self.on_output
+        return None if listen is None else lambda data: listen(stream, data)
+
+    def _watch(self) -> None:
+        self._is_watched = True
+        places = None
+        if self._keeper is not None:
+            places = self._keeper.lasting(fed=self._input_fd < 0)
+        for stream, output in self._outputs.items():
+            output.watch(places.get(stream) if places else None)
+
+    def has_printed(self, stdout: bytes, stderr: bytes) -> None:
+        """Take all that it printed, which came with its end."""
+        self._printed = {Stream.STDOUT: stdout, Stream.STDERR: stderr}
+
+    def is_over(self, status: int) -> None:
         """Collect what is left in the pipes and resolve ``done``."""
+        if self.is_held and self._outputs and not self._is_watched:
+            self._watch()  # written down before it is read: who comes next knows which was first
         for output in self._outputs.values():
             output.drain()
         self._close()
         if self.done.done():
             return
         code = os.waitstatus_to_exitcode(status)
-        self.done.set_result(
-            CommandResult(
-                exit_code=code if code >= 0 else None,
-                signal=-code if code < 0 else None,
-                stdout=self._kept(Stream.STDOUT),
-                stderr=self._kept(Stream.STDERR),
-                stdout_truncated=self._truncated(Stream.STDOUT),
-                stderr_truncated=self._truncated(Stream.STDERR),
-                timed_out=self.timed_out,
-                duration_s=time.monotonic() - self._began_at,
-            )
+        result = CommandResult(
+            exit_code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            stdout=self._kept(Stream.STDOUT),
+            stderr=self._kept(Stream.STDERR),
+            stdout_truncated=self._truncated(Stream.STDOUT),
+            stderr_truncated=self._truncated(Stream.STDERR),
+            timed_out=self.timed_out,
+            duration_s=time.monotonic() - self._began_at,
         )
+        if self._keeper is not None:
+            self._keeper.over(result)
+        try:
+            self.done.set_result(self._settled(result) or result)
+        except Exception as error:  # noqa: BLE001  whoever waits is told
+            self.done.set_exception(error)
 
-    def failed(self, error: DsecError) -> None:
+    def has_failed(self, error: DsecError) -> None:
         """Resolve ``done`` with an error."""
         self._close()
         if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # its waiter may have been cancelled
+            try:
+                self._settled(None)
+            finally:
+                self.done.set_exception(error)
+                self.done.exception()  # its waiter may have been cancelled
+
+    def _settled(self, result: CommandResult | None) -> CommandResult | None:
+        settle, self._settle = self._settle, None
+        return settle(self, result) if settle is not None else result
 
     def _kept(self, stream: Stream) -> bytes:
         output = self._outputs.get(stream)
-        return bytes(output.kept) if output is not None else b""
+        if output is not None:
+            return output.sink.kept()
+        return self._printed.get(stream, b"")[: self.spec.output_limit_bytes]
 
     def _truncated(self, stream: Stream) -> bool:
         output = self._outputs.get(stream)
-        return output is not None and output.truncated
+        if output is not None:
+            return output.sink.truncated
+        return len(self._printed.get(stream, b"")) > self.spec.output_limit_bytes
 
     def _write_input(self) -> None:
         try:
@@ -169,6 +281,8 @@ class CommandRun:
         except OSError:
             pass  # the command closed its standard input: not an error
         self._close_input()
+        if self._keeper is not None:
+            self._keeper.fed()
 
     def _close_input(self) -> None:
         if self._input_fd >= 0:
@@ -177,6 +291,8 @@ class CommandRun:
             self._input_fd = -1
 
     def _close(self) -> None:
+        if self._lasts is not None:
+            self._lasts.cancel()
         self._close_input()
         for output in self._outputs.values():
             output.close()

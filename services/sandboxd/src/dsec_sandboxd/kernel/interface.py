@@ -3,13 +3,14 @@
 Life cycle, in the order a service calls it::
 
     facts = await kernel.start()            # probe; refuse what facts.missing names
-    await kernel.recover()                  # remove what an earlier daemon of this node left
+    await kernel.adopt(identities)          # take over living sandboxes of an earlier daemon
+    await kernel.recover()                  # remove what else it left
     await kernel.hold_layer(digest, image)  # once per layer, shared by all sandboxes
     await kernel.create(spec)               # returns when PID 1 has been exec'd and answers
     result = await kernel.exec(local, command)
     await kernel.destroy(local)             # idempotent; returns when nothing is left
     await kernel.release_layer(digest)
-    await kernel.close()                    # destroys what is still alive
+    await kernel.close()                    # destroys what is still alive, unless told to keep it
 
 Two implementations keep this contract: :class:`dsec_sandboxd.kernel.linux.LinuxKernel` (the real
 one) and :class:`dsec_sandboxd.kernel.recording.RecordingKernel` (for tests of the service).
@@ -22,11 +23,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from dsec_sandboxd.kernel.file_ports import FileKernel
+from dsec_sandboxd.kernel.layer_copies import SnapshotKernel
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import AsyncIterator, Callable, Mapping
     from pathlib import Path
+
+    from dsec_sandboxd.kernel.file_ports import DirectoryEntry, FileStat
+    from dsec_sandboxd.kernel.process import OutputKeeper, Process
 
 #: The number of ids each sandbox owns, from its base id on the host.
 IDS_PER_SANDBOX: Final = 65536
@@ -45,6 +53,14 @@ class KernelFacts:
     cpus: int
     sandboxes_max: int
     """How many sandboxes may be alive at once (id ranges, descriptors)."""
+
+
+class DeviceNode(NamedTuple):
+    """A character device: its name below ``/dev``, and what it is."""
+
+    name: str
+    major: int
+    minor: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +83,45 @@ class SandboxSpec:
     """A host directory seen read-only at ``/run/dsec`` (the agent's socket lives in it)."""
     cpu_quota: bool = False
     """Whether ``cpus`` is also a ceiling. A quota costs creation time; ask only when needed."""
+    best_effort: bool = False
+    """Whether all its processes run on idle processors only (SCHED_IDLE), for good."""
+    core_scheduling: bool = False
+    """Whether no other sandbox may run on the same processor core at the same time; ``unsupported``
+    where ``KernelFacts.missing`` names ``core_scheduling``."""
+    oom_group: bool = False
+    """Whether running out of memory ends the whole sandbox instead of one process."""
+    devices: tuple[DeviceNode, ...] = ()
+    """Character devices in its ``/dev`` beside those that every sandbox has."""
+    mps_pipes: Path | None = None
+    """A host directory seen read-only at ``/run/dsec/mps``, if ``run_directory`` has an ``mps``."""
+    on_snapshot: bool = False
+    """Whether the topmost layer is a copy of a writable layer: ``/`` and ``/tmp`` are then as they
+    were in that sandbox."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxIdentity:
+    """By what a later daemon recognises a living sandbox; to be kept with its record."""
+
+    init_inode: int
+    """Of its PID 1 in pidfs: never used twice while the host is up."""
+    slot: int
+    base_id: int
+    """The first of its ids on the host."""
+    oom_group: bool = False
+    handle: str = ""
+    """What its cgroups are called, where that is not its id: it was made anew."""
+    protocol: int = 1
+    """What its PID 1 speaks; a daemon that speaks another one cannot take it over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """Something of this node that belonged to nobody, and was removed."""
+
+    kind: str
+    """``cgroup``, ``process``, ``writable_layer``, ``layer``, and so on."""
+    name: str
 
 
 #: The most layers one sandbox may have.
@@ -102,6 +157,20 @@ class CommandSpec:
     """How much of each stream is kept, from its beginning; the rest is drained and dropped."""
     merge_stderr: bool = False
     """Whether standard error is the same pipe as standard output."""
+    terminal: tuple[int, int] | None = None
+    """Rows and columns of a terminal to run on; for ``Kernel.launch`` only."""
+    with_input: bool = False
+    """Whether its standard input is written piece by piece; for ``Kernel.launch`` only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OomVictim:
+    """A process that the kernel ended for want of memory."""
+
+    name: str
+    """Its own word for itself, at most 15 characters, all printable."""
+    pid: int
+    """Its id inside the sandbox; 0 when it was gone before it could be asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +186,9 @@ class CommandResult:
     timed_out: bool = False
     """The time limit ended it; the output up to then is kept."""
     oom: bool = False
-    """The memory limit killed a process while this command ran, and the command died of SIGKILL."""
+    """A process of the sandbox was ended for want of memory while this command ran and failed."""
+    oom_victim: OomVictim | None = None
+    """Which: the command's own if there is one; None where the kernel does not tell."""
     duration_s: float = 0.0
 
 
@@ -126,6 +197,9 @@ class EndCause(StrEnum):
 
     OOM = "oom"
     """The memory limit killed PID 1, or left the sandbox unusable."""
+    EXHAUSTED = "exhausted"
+    """It took more than its part of what the node shares and the kernel cannot limit: locks on
+    ranges of files."""
     KILLED = "killed"
     """PID 1 was killed by a signal from outside."""
     EXITED = "exited"
@@ -140,37 +214,6 @@ class SandboxEnded:
     cause: EndCause
     detail: str
     """One sentence for people."""
-
-
-class FileKind(StrEnum):
-    """What a path leads to."""
-
-    FILE = "file"
-    DIRECTORY = "directory"
-    LINK = "link"
-    OTHER = "other"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileStat:
-    """A file as the sandbox sees it (ids inside its user namespace)."""
-
-    kind: FileKind
-    size_bytes: int
-    mode: int
-    """Permission bits only."""
-    user_id: int
-    group_id: int
-    modified_at: float
-    """Unix seconds."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DirectoryEntry:
-    """One name in a directory; links are not followed."""
-
-    name: str
-    kind: FileKind
 
 
 class OpenMode(StrEnum):
@@ -196,7 +239,7 @@ class SandboxUsage:
     pids: int
 
 
-class Kernel(Protocol):
+class Kernel(FileKernel, SnapshotKernel, Protocol):
     """Sandboxes on one Linux host.
 
     Every method may be called concurrently for different sandboxes. Errors are
@@ -219,8 +262,30 @@ class Kernel(Protocol):
         """Start the spawner, probe the host and return what it can enforce."""
         ...
 
+    def identity(self, local: str) -> SandboxIdentity:
+        """Return by what a later daemon recognises a sandbox; it stays the same for its life."""
+        ...
+
+    async def adopt(self, known: Mapping[str, SandboxIdentity]) -> dict[str, str]:
+        """Take over the sandboxes that an earlier daemon of this node made, by local id.
+
+        Afterwards they are as if created here, with their processes, files and limits untouched.
+        Returned is why each other one could not be taken over; ``recover`` removes its remains.
+        """
+        ...
+
     async def recover(self) -> list[str]:
-        """Remove what an earlier daemon of this node left; return the local ids found."""
+        """Remove what an earlier daemon of this node left; return the local ids found.
+
+        Sandboxes of this kernel, living or being born, are not touched: it may be called any time.
+        """
+        ...
+
+    async def reconcile(self, is_held: Callable[[str], bool]) -> list[Orphan]:
+        """Remove all of this node in the kernel that belongs to nobody; return what was found.
+
+        ``is_held`` says whether somebody needs a layer. It may be called any time.
+        """
         ...
 
     async def hold_layer(self, digest: str, image_path: Path) -> None:
@@ -244,17 +309,78 @@ class Kernel(Protocol):
         """
         ...
 
+    async def replace(self, local: str, heir: str) -> None:
+        """End a sandbox and have another, which was created for that, under its id.
+
+        The id is the heir's at once, and ``identity`` then says so with the heir's name as its
+        handle. On return nothing of the old one runs, unless it hangs in the kernel; what it held
+        is freed in the background. No ``SandboxEnded`` is delivered for it. Without the old one the
+        heir has its id all the same.
+
+        Raises:
+            DsecError: ``not_found`` or ``unavailable`` when the heir has ended; then the old one
+                runs on.
+        """
+        ...
+
+    async def bind(self, spec: SandboxSpec) -> None:
+        """Give a sandbox that nothing has run in yet the limits of the one who wants it.
+
+        On return it is what ``create`` would have made of ``spec``; it lives, and its PID 1 does
+        not stand still: else ``not_found`` or ``unavailable``. What ``spec`` says of its id, host
+        name, layers, classes and ``oom_group`` is as it was made with, else ``invalid``; its run
+        directory stays. It is bound once. After a failure it is to be destroyed. Nothing is waited
+        for while its disk's limits stay as they are.
+        """
+        ...
+
     async def exec(
         self,
         local: str,
         command: CommandSpec,
         on_output: Callable[[Stream, bytes], None] | None = None,
+        keeper: OutputKeeper | None = None,
     ) -> CommandResult:
         """Run a command and return when its main process has ended.
 
         Output is always drained, so that a command never blocks on us; ``on_output`` is told of
         each kept piece as it arrives, on the event loop. What a daemon left behind by the command
-        writes later is not collected. Cancelling the call kills the whole process tree.
+        writes later is not collected. Cancelling the call kills the whole process tree. ``keeper``
+        is told the command's number before it runs, and asked where its output goes when it lasts.
+        """
+        ...
+
+    def begin(
+        self, local: str, command: CommandSpec, keeper: OutputKeeper | None = None
+    ) -> asyncio.Future[CommandResult]:
+        """Start a command and return at once; otherwise as :meth:`exec`.
+
+        Cancelling what is returned kills the whole process tree.
+        """
+        ...
+
+    def launch(
+        self, local: str, command: CommandSpec, *, spool_fd: int, before: Callable[[int], None]
+    ) -> Process:
+        """Start a command and return at once; it runs until it ends or is ended.
+
+        ``before`` is told its number before anything of it runs. With ``with_input`` and a
+        ``spool_fd`` (-1: none) the end of its input is kept for a later daemon, and with it the
+        spool, a file whose position says how much of it the command was given.
+        """
+        ...
+
+    async def processes(self, local: str) -> list[Process]:
+        """Return every command that an earlier daemon started in an adopted sandbox.
+
+        One-shot commands are among them. Those whose output was read are not.
+        """
+        ...
+
+    def overheard(self, local: str) -> dict[int, CommandResult]:
+        """Return the ends of short commands that an earlier daemon was told of and did not hear.
+
+        By the commands' numbers, once, after :meth:`processes`, which does not return them.
         """
         ...
 
@@ -296,16 +422,51 @@ class Kernel(Protocol):
         """Create a directory; with ``parents`` also those above it, and an existing one is fine."""
         ...
 
-    async def rename(self, local: str, source: str, target: str, *, user: str = "0") -> None:
-        """Move a path inside the sandbox, replacing a target file atomically."""
+    async def rename(
+        self, local: str, source: str, target: str, *, replace: bool = True, user: str = "0"
+    ) -> None:
+        """Move a path inside the sandbox, replacing a target file atomically.
+
+        Without ``replace`` an existing target is ``conflict``.
+        """
         ...
 
     async def unlink(self, local: str, path: str, *, user: str = "0") -> None:
         """Remove a file, a link or an empty directory."""
         ...
 
+    async def pause(self, local: str) -> None:
+        """Stop every process of the sandbox at once; on return all stand still. Idempotent.
+
+        Time limits of its commands stand still with them. ``destroy`` works on it as on any other.
+
+        Raises:
+            DsecError: ``timeout`` when a process is in a call that cannot be interrupted; the
+                sandbox then runs on.
+        """
+        ...
+
+    async def resume(self, local: str) -> None:
+        """Let a paused sandbox go on. Idempotent."""
+        ...
+
+    async def reclaim(self, local: str) -> None:
+        """Give back memory of a paused sandbox: clean pages, and what swap there is takes.
+
+        Whatever cannot be had stays; a sandbox that runs again meanwhile merely reads again.
+        Returns when the kernel has done it, which may take a while and holds up nobody.
+        """
+        ...
+
     async def usage(self, local: str) -> SandboxUsage:
         """Return what the sandbox uses now."""
+        ...
+
+    def network_namespace(self, local: str) -> int:
+        """Return a descriptor of the sandbox's network namespace; the caller closes it.
+
+        It belongs to the host: nobody in the sandbox may change it.
+        """
         ...
 
     async def destroy(self, local: str) -> None:
@@ -319,6 +480,9 @@ class Kernel(Protocol):
         """Yield every sandbox that ends without ``destroy``, until ``close``. One reader."""
         ...
 
-    async def close(self) -> None:
-        """Destroy every sandbox, let go of all layers, stop the spawner. Idempotent."""
+    async def close(self, *, keep_sandboxes: bool = False) -> None:
+        """Destroy every sandbox, let go of all layers, stop the spawner. Idempotent.
+
+        With ``keep_sandboxes`` they live on without a daemon, for a later one to adopt.
+        """
         ...

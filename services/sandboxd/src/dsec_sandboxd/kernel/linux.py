@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 from dsec_common.errors import (
     DsecError,
@@ -15,37 +17,41 @@ from dsec_common.errors import (
     not_found,
     unavailable,
 )
+from dsec_sandboxd.kernel.adoption import adopt_sandbox, hand_over, identity_of
+from dsec_sandboxd.kernel.binding import Binding
 from dsec_sandboxd.kernel.cgroups import detect_layout, open_driver
 from dsec_sandboxd.kernel.cgroups_tree import lock_node
 from dsec_sandboxd.kernel.command import out_of_descriptors
+from dsec_sandboxd.kernel.host_limits import raise_host_limits
 from dsec_sandboxd.kernel.init import ended_error
-from dsec_sandboxd.kernel.interface import EndCause, SandboxEnded, SandboxUsage
+from dsec_sandboxd.kernel.inside import Inside
+from dsec_sandboxd.kernel.interface import EndCause, Orphan, SandboxEnded
 from dsec_sandboxd.kernel.layer_table import LayerTable
-from dsec_sandboxd.kernel.mounts import clone_read_only
+from dsec_sandboxd.kernel.mounts import extra_mounts
+from dsec_sandboxd.kernel.network_namespace import NetworkNamespaces
 from dsec_sandboxd.kernel.probe import read_facts, require_host
 from dsec_sandboxd.kernel.protocol import (
-    CREATE_HAS_RUN_MOUNT,
     SpawnerKind,
     SpawnerRequest,
 )
+from dsec_sandboxd.kernel.reconciler import remove_cgroups
+from dsec_sandboxd.kernel.replacing import Replacing
 from dsec_sandboxd.kernel.sandbox import Sandbox
 from dsec_sandboxd.kernel.slots import SlotPool
-from dsec_sandboxd.kernel.spawner import Spawner, creation_error, exit_signal, readable
-from dsec_sandboxd.kernel.specification import check_spec
+from dsec_sandboxd.kernel.snapshots import Copying
+from dsec_sandboxd.kernel.spare_descriptor import SpareDescriptor
+from dsec_sandboxd.kernel.spawner import Spawner, birth_error, exit_signal, readable
+from dsec_sandboxd.kernel.specification import check_spec, create_flags, device_texts
+from dsec_sandboxd.kernel.watching import Watching
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
     from dsec_sandboxd.kernel.cgroups import Cgroup, CgroupDriver, CgroupLimits
     from dsec_sandboxd.kernel.interface import (
-        CommandResult,
-        CommandSpec,
-        DirectoryEntry,
-        FileStat,
         KernelFacts,
-        OpenMode,
+        SandboxIdentity,
         SandboxSpec,
-        Stream,
     )
     from dsec_sandboxd.kernel.spawner import Answer
 
@@ -66,7 +72,7 @@ class _Birth:
     sandbox: Sandbox | None = None
 
 
-class LinuxKernel:
+class LinuxKernel(Watching, Inside, Copying, Binding, Replacing, NetworkNamespaces):
     """``Kernel`` on Linux 6.13 or later, as root. See the interface for what each method promises.
 
     Args:
@@ -75,6 +81,7 @@ class LinuxKernel:
     """
 
     def __init__(self, node: str, programs: Path = PROGRAMS) -> None:
+        super().__init__()
         self._node = node
         self._programs = programs
         self._spawner: Spawner | None = None
@@ -82,12 +89,18 @@ class LinuxKernel:
         self._layers = LayerTable()
         self._sandboxes: dict[str, Sandbox] = {}
         self._births: dict[str, asyncio.Future[None]] = {}
+        self._bound: dict[str, str] = {}  # what was made anew: its cgroup's name to its id
+        self._birth_slots: set[int] = set()
         self._ended: asyncio.Queue[SandboxEnded | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots: SlotPool | None = None
         self._driver: CgroupDriver | None = None
         self._node_lock = -1
         self._warm = 0
+        self._missing: tuple[str, ...] = ()
+        self._spare = SpareDescriptor()
+        self._copying = WeakKeyDictionary()
+        self._copies = set()
         self._closed = False
 
     # -- life cycle
@@ -97,49 +110,93 @@ class LinuxKernel:
         require_host()
         layout = detect_layout()
         facts = read_facts(layout)
+        facts = replace(facts, missing=(*facts.missing, *raise_host_limits()))
+        self._missing = facts.missing
         self._node_lock = lock_node(layout, self._node)
         try:
             self._driver = open_driver(layout, self._node)
-            self._slots = SlotPool()
+            self._slots = SlotPool(self._node, layout.unified)
             await self._living_spawner()
             await self._warm_slots()
         except BaseException:
             await self.close()
             raise
-        asyncio.get_running_loop().add_reader(self._driver.oom_fileno(), self._read_ooms)
-        return facts
+        return replace(facts, missing=(*facts.missing, *self._begin_watching()))
+
+    def identity(self, local: str) -> SandboxIdentity:
+        """Return by what a later daemon recognises a sandbox."""
+        return identity_of(self._require(local), self._require_slots())
+
+    async def adopt(self, known: Mapping[str, SandboxIdentity]) -> dict[str, str]:
+        """Take over sandboxes of an earlier daemon; return why the others are lost."""
+        lost: dict[str, str] = {}
+        for local, identity in known.items():
+            ended = partial(self._on_init_end, local)
+            try:
+                sandbox = adopt_sandbox(
+                    local, identity, self._require_driver(), self._require_slots(), ended
+                )
+            except DsecError as error:
+                lost[local] = error.message
+                continue
+            self._sandboxes[local] = sandbox
+            if identity.handle:
+                self._bound[identity.handle] = local
+            await self._hand_over(await self._living_spawner(), sandbox)
+        return lost
+
+    async def _hand_over(self, spawner: Spawner, sandbox: Sandbox) -> None:
+        with contextlib.suppress(DsecError):  # it lives all the same, or its end is on the way
+            await hand_over(spawner, sandbox, self._require_slots())
 
     async def recover(self) -> list[str]:
         """Remove what an earlier daemon of this node left; return the local ids found."""
-        driver = self._require_driver()
-        found = [local for local in driver.leftovers() if local not in self._sandboxes]
-        cgroups = [driver.adopt(local) for local in found]
-        for cgroup in cgroups:
-            cgroup.kill()
-        for cgroup in cgroups:
-            await cgroup.remove_when_empty()
+        removed = await remove_cgroups(self._require_driver(), self._is_owned)
+        return [orphan.name for orphan in removed if orphan.kind == "cgroup"]
+
+    async def reconcile(self, is_held: Callable[[str], bool]) -> list[Orphan]:
+        """Remove all of this node in the kernel that belongs to nobody; return what was found."""
+        found = await remove_cgroups(self._require_driver(), self._is_owned)
+        slots = self._require_slots()
+        owned = {sandbox.slot for sandbox in self._sandboxes.values()} | self._birth_slots
+        for slot in slots.taken() - owned:
+            await self._release_slot(slot)
+            found.append(Orphan("writable_layer", str(slot)))
+        for digest in self._layers.digests():
+            if await self._layers.release(digest, unless=is_held):
+                found.append(Orphan("layer", digest))
         return found
 
-    async def close(self) -> None:
-        """Destroy every sandbox, let go of all layers, stop the spawner. Idempotent."""
+    def _is_owned(self, cgroup: str) -> bool:
+        sandbox = self._sandboxes.get(cgroup)
+        owned = cgroup in self._births or cgroup in self._bound
+        # One that was made anew has its id, but no longer the cgroups of that name.
+        return owned or (sandbox is not None and sandbox.cgroup.local == cgroup)
+
+    async def close(self, *, keep_sandboxes: bool = False) -> None:
+        """Destroy every sandbox, or let it live on; let go of all layers, stop the spawner."""
         if self._closed:
             return
         self._closed = True
         if self._births:
             await asyncio.wait(self._births.values())
-        await asyncio.gather(*(self.destroy(local) for local in list(self._sandboxes)))
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        if not keep_sandboxes:
+            await asyncio.gather(*(self.destroy(local) for local in list(self._sandboxes)))
+        while self._tasks or self._copies:
+            await asyncio.wait(self._tasks | self._copies)
+        for sandbox in self._sandboxes.values():
+            sandbox.close()
+        self._sandboxes.clear()
+        self._layers.close()
         if self._spawner is not None:
             await self._spawner.stop()
         if self._slots is not None:
             self._slots.close()
-        if self._driver is not None:
-            asyncio.get_running_loop().remove_reader(self._driver.oom_fileno())
-            self._driver.close()
+        await self._stop_watching()
         if self._node_lock >= 0:
             os.close(self._node_lock)
             self._node_lock = -1
+        self._spare.close()
         self._ended.put_nowait(None)
 
     async def ended(self) -> AsyncIterator[SandboxEnded]:
@@ -155,7 +212,7 @@ class LinuxKernel:
 
     async def release_layer(self, digest: str) -> None:
         """Let go of a layer. Idempotent; living sandboxes keep what they use."""
-        await self._layers.release(self._spawner, digest)
+        await self._layers.release(digest)
 
     # -- sandboxes
 
@@ -163,22 +220,25 @@ class LinuxKernel:
         """Create a sandbox; on return its PID 1 runs and ``exec`` works."""
         if self._closed:
             raise unavailable("the kernel is closed: no sandbox can be created any more")
-        limits = check_spec(spec)
+        limits = check_spec(spec, self._missing)
         handles = [self._layers.handle(digest) for digest in spec.layers]
         if spec.local in self._sandboxes or spec.local in self._births:
             raise DsecError(ErrorCode.CONFLICT, f"the sandbox {spec.local!r} exists already")
         slots = self._require_slots()
+        self._spare.require()
         done = self._births[spec.local] = asyncio.get_running_loop().create_future()
         birth = _Birth(-1)
         try:
             spawner = await self._living_spawner()
             birth.slot = slots.take()
+            self._birth_slots.add(birth.slot)
             await self._give_birth(spec, limits, handles, spawner, birth)
         except BaseException:
             await asyncio.shield(self._spawn_task(self._undo(birth)))
             raise
         finally:
             del self._births[spec.local]
+            self._birth_slots.discard(birth.slot)
             done.set_result(None)
         if birth.slot + _WARM_SLOTS // 2 > self._warm:
             self._spawn_task(self._warm_slots())
@@ -192,33 +252,34 @@ class LinuxKernel:
         birth: _Birth,
     ) -> None:
         base_id = self._require_slots().base_id(birth.slot)
-        cgroup = birth.cgroup = self._require_driver().create(spec.local, limits)
-        descriptors = [cgroup.unified_directory_fd, *cgroup.enter_fds]
-        run_fd = -1 if spec.run_directory is None else clone_read_only(spec.run_directory)
+        driver = self._require_driver()
+        cgroup = birth.cgroup = driver.adopt(spec.local)
+        texts = [*driver.limit_texts(limits), *device_texts(spec)]
+        parents = driver.parent_fds()
+        extra = extra_mounts(spec.run_directory, spec.mps_pipes)
         try:
             request = SpawnerRequest(
                 kind=SpawnerKind.CREATE,
                 slot=birth.slot,
                 base_id=base_id,
                 layers=handles,
-                controllers=len(cgroup.enter_fds),
-                flags=CREATE_HAS_RUN_MOUNT if run_fd >= 0 else 0,
+                controllers=len(parents) - 1,
+                flags=create_flags(spec, has_run_mount=bool(extra)),
                 disk_bytes=spec.disk_bytes,
                 inodes=spec.inodes,
                 hostname=spec.hostname,
+                cgroup=spec.local,
+                limit_texts=texts,
             )
-            birth.answer = spawner.send(
-                request, [*descriptors, run_fd][: len(descriptors) + (run_fd >= 0)]
-            )
+            birth.answer = spawner.send(request, [*parents, *extra])
         finally:
-            if run_fd >= 0:
-                os.close(run_fd)
-        # While the spawner works:
-        cgroup.close_descriptors()
-        cgroup.delegate_exec(base_id)
+            for descriptor in extra:
+                os.close(descriptor)
         reply, received = await asyncio.shield(birth.answer)
         if reply.error:
-            raise creation_error(reply.step, reply.error)
+            if reply.left_no_cgroups:
+                birth.cgroup = None  # what has that name, if anything, is another's
+            raise birth_error(reply, cgroup, texts)
         if len(received) != 2:  # noqa: PLR2004  pidfd and control socket
             raise out_of_descriptors()
         pidfd, control_fd = received
@@ -228,9 +289,14 @@ class LinuxKernel:
             cgroup,
             pidfd=pidfd,
             control_fd=control_fd,
-            on_end=lambda: self._on_init_end(spec.local),
+            on_end=lambda: self._on_init_end(sandbox.local),
         )
-        sandbox.prepare_directory()
+        # While PID 1 starts:
+        cgroup.watch_oom(end_all=limits.end_all_on_oom)
+        cgroup.delegate_exec(base_id)
+        sandbox.spec, sandbox.oom_group = spec, spec.oom_group
+        if len(self._births) == 1:  # with others on the way there is better to do
+            sandbox.prepare_directory()
         try:
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 await sandbox.init.ready
@@ -242,6 +308,8 @@ class LinuxKernel:
         if not sandbox.init.alive:  # it ended as soon as it was ready
             raise ended_error()
         self._sandboxes[spec.local] = sandbox
+        if spawner is not self._spawner:  # another one has taken its place and lacks this sandbox
+            await self._hand_over(await self._living_spawner(), sandbox)
 
     async def _undo(self, birth: _Birth) -> None:
         """Leave nothing of a creation that failed or was cancelled."""
@@ -252,10 +320,12 @@ class LinuxKernel:
                 for descriptor in received:
                     os.close(descriptor)
         if sandbox is not None:
-            await _bury(sandbox)
+            with self._spare.given_up():
+                await _bury(sandbox)
         elif birth.cgroup is not None:
-            birth.cgroup.kill()
-            await birth.cgroup.remove_when_empty()
+            with self._spare.given_up():
+                birth.cgroup.kill()
+                await birth.cgroup.remove_when_empty()
         if birth.slot >= 0:
             await self._release_slot(birth.slot)
 
@@ -272,11 +342,13 @@ class LinuxKernel:
 
     async def _finish(self, sandbox: Sandbox) -> None:
         try:
-            await _bury(sandbox)
+            with self._spare.given_up():
+                await _bury(sandbox)
         except DsecError:
             sandbox.ending = None  # the next destroy tries again
             raise
         await self._release_slot(sandbox.slot)
+        self._bound.pop(sandbox.cgroup.local, None)
         del self._sandboxes[sandbox.local]
 
     async def _release_slot(self, slot: int) -> None:
@@ -293,9 +365,11 @@ class LinuxKernel:
     async def _report_end(self, sandbox: Sandbox) -> None:
         await readable(sandbox.pidfd)
         self._read_ooms()
-        number = exit_signal(sandbox.pidfd)
-        if sandbox.oom_notices and number is not None:
-            cause, detail = EndCause.OOM, "its memory limit was reached and its PID 1 was killed"
+        number = await exit_signal(sandbox.pidfd)
+        if sandbox.hoarded:
+            cause, detail = EndCause.EXHAUSTED, sandbox.hoarded
+        elif sandbox.oom_notices and number is not None:
+            cause, detail = EndCause.OOM, sandbox.oom_victims.say()
         elif number is not None:
             cause, detail = EndCause.KILLED, f"its PID 1 was killed by signal {number} from outside"
         else:
@@ -303,70 +377,6 @@ class LinuxKernel:
         with contextlib.suppress(DsecError):  # what is left, a destroy will remove
             await self._finish(sandbox)
         self._ended.put_nowait(SandboxEnded(local=sandbox.local, cause=cause, detail=detail))
-
-    # -- inside a sandbox
-
-    async def exec(
-        self,
-        local: str,
-        command: CommandSpec,
-        on_output: Callable[[Stream, bytes], None] | None = None,
-    ) -> CommandResult:
-        """Run a command and return when its main process has ended."""
-        return await self._require(local).exec(command, on_output, self._read_ooms)
-
-    async def open_file(
-        self,
-        local: str,
-        path: str,
-        mode: OpenMode,
-        *,
-        permissions: int = 0o644,
-        user: str = "0",
-    ) -> int:
-        """Open a regular file inside the sandbox; the caller closes the descriptor."""
-        return await self._require(local).open_file(path, mode, permissions, user)
-
-    async def stat(self, local: str, path: str, *, user: str = "0") -> FileStat:
-        """Describe a path without following a last link."""
-        return await self._require(local).stat(path, user)
-
-    async def list_directory(
-        self, local: str, path: str, *, user: str = "0"
-    ) -> list[DirectoryEntry]:
-        """List a directory, unsorted; at most 10,000 names."""
-        return await self._require(local).list_directory(path, user)
-
-    async def make_directory(
-        self,
-        local: str,
-        path: str,
-        *,
-        parents: bool = False,
-        permissions: int = 0o755,
-        user: str = "0",
-    ) -> None:
-        """Create a directory; with ``parents`` also those above it."""
-        sandbox = self._require(local)
-        await sandbox.make_directory(path, parents=parents, permissions=permissions, user=user)
-
-    async def rename(self, local: str, source: str, target: str, *, user: str = "0") -> None:
-        """Move a path inside the sandbox."""
-        await self._require(local).rename(source, target, user)
-
-    async def unlink(self, local: str, path: str, *, user: str = "0") -> None:
-        """Remove a file, a link or an empty directory."""
-        await self._require(local).unlink(path, user)
-
-    async def usage(self, local: str) -> SandboxUsage:
-        """Return what the sandbox uses now."""
-        cgroup = self._require(local).cgroup
-        return SandboxUsage(
-            memory_bytes=cgroup.memory_bytes_current(),
-            memory_peak_bytes=cgroup.memory_bytes_peak(),
-            cpu_s=cgroup.cpu_usage_s(),
-            pids=cgroup.pids_current(),
-        )
 
     # -- parts
 
@@ -380,10 +390,33 @@ class LinuxKernel:
             if self._spawner is not None:
                 await self._spawner.stop()
             spawner = await Spawner.start(self._programs / "spawner", self._programs / "pid1")
-            self._spawner = spawner
+            try:
+                await self._tell_all(spawner)
+            except BaseException:
+                await spawner.stop()
+                raise
+            self._spawner = spawner  # not before: nobody may ask it for what it does not have yet
             self._warm = 0
-            await self._layers.mount_again(spawner)
             return spawner
+
+    async def _tell_all(self, spawner: Spawner) -> None:
+        """Give a new spawner every layer and every sandbox, as they come and go meanwhile."""
+        await self._layers.mount_again(spawner)
+        told: dict[str, Sandbox] = {}
+        while True:
+            living = self._sandboxes
+            come = [one for local, one in living.items() if told.get(local) is not one]
+            gone = [one for local, one in told.items() if living.get(local) is not one]
+            if not come and not gone:
+                return
+            for sandbox in gone:
+                del told[sandbox.local]
+                request = SpawnerRequest(kind=SpawnerKind.RELEASE, slot=sandbox.slot)
+                with contextlib.suppress(DsecError):  # it may never have been given
+                    await spawner.request(request)
+            for sandbox in come:
+                told[sandbox.local] = sandbox
+                await self._hand_over(spawner, sandbox)
 
     async def _warm_slots(self) -> None:
         """Keep a few slots ahead of the living sandboxes ready."""
@@ -396,11 +429,6 @@ class LinuxKernel:
                     SpawnerRequest(kind=SpawnerKind.WARM, slot=slot, base_id=slots.base_id(slot))
                 )
 
-    def _read_ooms(self) -> None:
-        for local in self._require_driver().read_ooms():
-            if local in self._sandboxes:
-                self._sandboxes[local].oom_notices += 1
-
     def _spawn_task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -412,6 +440,9 @@ class LinuxKernel:
         if sandbox is None:
             raise not_found(f"there is no sandbox {local!r} on this node", what="sandbox")
         return sandbox
+
+    def _base_id(self, slot: int) -> int:
+        return self._require_slots().base_id(slot)
 
     def _require_driver(self) -> CgroupDriver:
         if self._driver is None:

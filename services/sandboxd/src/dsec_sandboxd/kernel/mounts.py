@@ -48,6 +48,24 @@ def clone_read_only(directory: Path) -> int:
     return descriptor
 
 
+def extra_mounts(run_directory: Path | None, mps_pipes: Path | None) -> list[int]:
+    """Return detached mounts of what a sandbox sees of the host, in order; the caller closes them.
+
+    Raises:
+        DsecError: as :func:`clone_read_only`; then nothing stays open.
+    """
+    if run_directory is None:
+        return []
+    run = clone_read_only(run_directory)
+    if mps_pipes is None:
+        return [run]
+    try:
+        return [run, clone_read_only(mps_pipes)]
+    except BaseException:
+        os.close(run)
+        raise
+
+
 def _last_error(operation: str, directory: Path) -> Exception:
     number = ctypes.get_errno()
     return from_os_error(operation, OSError(number, os.strerror(number)), str(directory))

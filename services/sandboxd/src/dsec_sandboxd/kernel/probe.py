@@ -22,6 +22,8 @@ _KERNEL_MINIMUM: Final = (6, 13)
 _FILE_SYSTEMS: Final = ("erofs", "overlay", "tmpfs", "devpts")
 _LANDLOCK_CREATE_RULESET: Final = 444
 _LANDLOCK_VERSION_MINIMUM: Final = 2
+_PR_SCHED_CORE: Final = 62
+_PR_SCHED_CORE_GET: Final = 0
 #: Control socket, pidfd, two command cgroups, memory notice; and what the daemon itself needs.
 _DESCRIPTORS_PER_SANDBOX: Final = 6
 _DESCRIPTORS_RESERVED: Final = 512
@@ -62,6 +64,8 @@ def read_facts(layout: Layout) -> KernelFacts:
     missing = list(layout.missing)
     if _landlock_version() < _LANDLOCK_VERSION_MINIMUM:
         missing.append("landlock")
+    if not _has_core_scheduling():
+        missing.append("core_scheduling")
     descriptors = raise_descriptor_limit()
     return KernelFacts(
         kernel_release=platform.release(),
@@ -73,6 +77,14 @@ def read_facts(layout: Layout) -> KernelFacts:
             SLOTS_MAX, (descriptors - _DESCRIPTORS_RESERVED) // _DESCRIPTORS_PER_SANDBOX
         ),
     )
+
+
+def _has_core_scheduling() -> bool:
+    """Return whether the kernel gives cookies and the processors have hardware threads."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    cookie = ctypes.c_ulong()
+    asked = (_PR_SCHED_CORE, _PR_SCHED_CORE_GET, 0, 0, ctypes.byref(cookie))
+    return int(libc.prctl(*asked)) == 0
 
 
 def _landlock_version() -> int:

@@ -14,30 +14,35 @@ It keeps the contract's states (unknown sandboxes are ``not_found``, a second cr
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import posixpath
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsec_common.errors import DsecError, ErrorCode, invalid, not_found
+from dsec_sandboxd.kernel.file_ports import DirectoryEntry, FileKind, FileStat
 from dsec_sandboxd.kernel.interface import (
     CommandResult,
-    DirectoryEntry,
     EndCause,
-    FileKind,
-    FileStat,
     KernelFacts,
     OpenMode,
+    Orphan,
     SandboxEnded,
+    SandboxIdentity,
     SandboxUsage,
     Stream,
 )
+from dsec_sandboxd.kernel.layer_copies import LayerCopy
+from dsec_sandboxd.kernel.recorded_process import RecordedCommands, recorded_process, tell_output
+from dsec_sandboxd.kernel.recording_files import MemorySandbox, RecordingFiles, empty_copy
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from dsec_sandboxd.kernel.interface import CommandSpec, SandboxSpec
+    from dsec_sandboxd.kernel.process import OutputKeeper, Process
 
 FACTS = KernelFacts(
     kernel_release="recording",
@@ -57,21 +62,33 @@ class Call:
     arguments: dict[str, Any]
 
 
+_inodes, _run_ids = itertools.count(1), itertools.count(1)
+
+
 class _Sandbox:
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
         self.files: dict[str, int] = {}  # path to a memfd
         self.directories: set[str] = {"/", "/tmp"}  # noqa: S108  a path inside
+        self.processes: list[Process] = []
         self.ended = asyncio.Event()
+        self.paused = False
+        self.identity = SandboxIdentity(
+            init_inode=next(_inodes), slot=0, base_id=0, oom_group=spec.oom_group
+        )
 
     def close(self) -> None:
         self.ended.set()
+        for process in self.processes:
+            process.has_failed(
+                DsecError(ErrorCode.UNAVAILABLE, "the sandbox has ended", retryable=False)
+            )
         for descriptor in self.files.values():
             os.close(descriptor)
         self.files.clear()
 
 
-class RecordingKernel:
+class RecordingKernel(RecordedCommands, RecordingFiles):
     """``Kernel`` in memory. Close it: files are descriptors."""
 
     def __init__(self, facts: KernelFacts = FACTS, leftovers: tuple[str, ...] = ()) -> None:
@@ -79,13 +96,16 @@ class RecordingKernel:
         self.calls: list[Call] = []
         self.layers: dict[str, Path] = {}
         self._sandboxes: dict[str, _Sandbox] = {}
-        self._leftovers = list(leftovers)
+        self._leftovers, self._closed = list(leftovers), False
         self._failures: dict[str, dict[int, BaseException]] = {}
+        self._failing_calls: dict[int, BaseException] = {}
         self._gates: dict[str, asyncio.Event] = {}
         self._counts: dict[str, int] = {}
         self._scripts: dict[str, CommandResult | DsecError] = {}
         self._ended: asyncio.Queue[SandboxEnded | None] = asyncio.Queue()
-        self._closed = False
+        self.standing_still: set[str] = set()
+        self.survivors: dict[str, _Sandbox] = {}
+        """Sandboxes without a daemon; hand them to the next kernel, or kill -9 by hand."""
 
     # -- what a test says and asks
 
@@ -93,6 +113,19 @@ class RecordingKernel:
         """Make the n-th call of a method, counted from now, raise."""
         at = self._counts.get(method, 0) + nth
         self._failures.setdefault(method, {})[at] = error
+
+    def fail_call(self, nth: int, error: BaseException) -> None:
+        """Make the n-th call of all, whatever it is, counted from now, raise."""
+        self._failing_calls[len(self.calls) + nth] = error
+
+    def fail_none(self) -> None:
+        """Take back every failure that has not come yet."""
+        self._failing_calls.clear()
+        self._failures.clear()
+
+    def orphan(self) -> None:
+        """Leave the sandboxes in ``survivors``, as a daemon that is killed does."""
+        self.survivors, self._sandboxes = self._sandboxes, {}
 
     def hold(self, method: str) -> asyncio.Event:
         """Make calls of a method wait until the event is set."""
@@ -116,6 +149,10 @@ class RecordingKernel:
         """Return the local ids of the living sandboxes, sorted."""
         return sorted(self._sandboxes)
 
+    def is_paused(self, local: str) -> bool:
+        """Return whether a living sandbox stands still."""
+        return self._require(local).paused
+
     # -- the contract
 
     async def start(self) -> KernelFacts:
@@ -123,11 +160,30 @@ class RecordingKernel:
         await self._enter("start")
         return self.facts
 
+    def identity(self, local: str) -> SandboxIdentity:
+        """Return an identity that is never given twice."""
+        return self._require(local).identity
+
+    async def adopt(self, known: Mapping[str, SandboxIdentity]) -> dict[str, str]:
+        """Take over what ``survivors`` holds under the same identity."""
+        await self._enter("adopt", known=dict(known))
+        lost = {}
+        for local, identity in known.items():
+            names = {one.identity.init_inode: name for name, one in self.survivors.items()}
+            if identity.init_inode in names:
+                self._sandboxes[local] = self.survivors.pop(names[identity.init_inode])
+            else:
+                lost[local] = "its PID 1 ended while the node's daemon was away"
+        return lost
+
     async def recover(self) -> list[str]:
         """Return the leftovers it was made with, once."""
         await self._enter("recover")
-        found, self._leftovers = self._leftovers, []
-        return found
+        found, self._leftovers = [*self._leftovers, *self.survivors], []
+        for survivor in self.survivors.values():
+            survivor.close()
+        self.survivors.clear()
+        return sorted(found)
 
     async def hold_layer(self, digest: str, image_path: Path) -> None:
         """Remember a layer."""
@@ -149,14 +205,36 @@ class RecordingKernel:
                 raise DsecError(ErrorCode.LAYER_ERROR, f"the layer {digest} is not held")
         self._sandboxes[spec.local] = _Sandbox(spec)
 
+    async def replace(self, local: str, heir: str) -> None:
+        """End a sandbox in memory and give its id to another."""
+        await self._enter("replace", local=local, heir=heir)
+        new = self._require(heir)
+        if local in self._sandboxes:
+            self._sandboxes.pop(local).close()
+        self._sandboxes[local] = self._sandboxes.pop(heir)
+        new.identity = replace(new.identity, handle=heir)
+
+    async def bind(self, spec: SandboxSpec) -> None:
+        """Give a sandbox in memory other limits."""
+        await self._enter("bind", spec=spec)
+        sandbox = self._require(spec.local)
+        if sandbox.spec.layers != spec.layers:
+            raise DsecError(ErrorCode.INVALID, f"the sandbox {spec.local!r} was not made for this")
+        if sandbox.ended.is_set() or spec.local in self.standing_still:
+            raise DsecError(ErrorCode.UNAVAILABLE, f"PID 1 of {spec.local!r} stands still")
+        sandbox.spec = spec
+
     async def exec(
         self,
         local: str,
         command: CommandSpec,
         on_output: Callable[[Stream, bytes], None] | None = None,
+        keeper: OutputKeeper | None = None,
     ) -> CommandResult:
         """Answer what was scripted for the program."""
         sandbox = self._require(local)
+        if keeper is not None:
+            keeper.asked(next(_run_ids))
         await self._enter("exec", local=local, command=command)
         if sandbox.ended.is_set():
             raise DsecError(ErrorCode.UNAVAILABLE, "the sandbox has ended", retryable=False)
@@ -164,11 +242,27 @@ class RecordingKernel:
         if isinstance(answer, DsecError):
             raise answer
         result = answer or CommandResult(exit_code=0, signal=None, stdout=b"", stderr=b"")
-        if on_output is not None:
-            for stream, data in ((Stream.STDOUT, result.stdout), (Stream.STDERR, result.stderr)):
-                if data:
-                    on_output(stream, data)
-        return result
+        return tell_output(result, on_output)
+
+    def launch(
+        self, local: str, command: CommandSpec, *, spool_fd: int, before: Callable[[int], None]
+    ) -> Process:
+        """Return a process that prints and ends as scripted; without a script it runs on."""
+        sandbox = self._require(local)
+        count = self._counts.get("launch", 0) + 1
+        self._note("launch", count, {"local": local, "command": command, "spool_fd": spool_fd})
+        self._fail("launch", count)
+        run_id = next(_run_ids)
+        before(run_id)
+        process = recorded_process(run_id, command, self._scripts.get(command.argv[0]))
+        sandbox.processes.append(process)
+        return process
+
+    async def processes(self, local: str) -> list[Process]:
+        """Return none: a recorded process ends with its kernel."""
+        self._require(local)
+        await self._enter("processes", local=local)
+        return []
 
     async def open_file(
         self,
@@ -259,10 +353,14 @@ class RecordingKernel:
             sandbox.directories.add(path)
             path = posixpath.dirname(path)
 
-    async def rename(self, local: str, source: str, target: str, *, user: str = "0") -> None:
+    async def rename(
+        self, local: str, source: str, target: str, *, replace: bool = True, user: str = "0"
+    ) -> None:
         """Move a file kept in memory."""
         sandbox = self._require(local)
         await self._enter("rename", local=local, source=source, target=target, user=user)
+        if not replace and (target in sandbox.files or target in sandbox.directories):
+            raise DsecError(ErrorCode.CONFLICT, f"{target!r}: File exists")
         if source not in sandbox.files:
             raise not_found(f"{source!r}: No such file or directory", what="path")
         replaced = sandbox.files.pop(target, None)
@@ -281,11 +379,51 @@ class RecordingKernel:
         else:
             raise not_found(f"{path!r}: No such file or directory", what="path")
 
+    async def pause(self, local: str) -> None:
+        """Note that a sandbox stands still."""
+        sandbox = self._require(local)
+        await self._enter("pause", local=local)
+        sandbox.paused = True
+
+    async def resume(self, local: str) -> None:
+        """Note that a sandbox goes on."""
+        sandbox = self._require(local)
+        await self._enter("resume", local=local)
+        sandbox.paused = False
+
+    async def reclaim(self, local: str) -> None:
+        """Do nothing: there is no memory to give back."""
+        self._require(local)
+        await self._enter("reclaim", local=local)
+
+    async def snapshot(
+        self, local: str, *, fold: Sequence[str] = (), size_bytes: int, inodes: int
+    ) -> LayerCopy:
+        """Return an empty directory as the copy."""
+        self._require(local)
+        await self._enter("snapshot", local=local, fold=fold, size_bytes=size_bytes, inodes=inodes)
+        return empty_copy()
+
+    async def fold(self, layers: Sequence[str], *, size_bytes: int, inodes: int) -> LayerCopy:
+        """Return an empty directory as the copy."""
+        await self._enter("fold", layers=layers, size_bytes=size_bytes, inodes=inodes)
+        return empty_copy()
+
+    async def hold_mount(self, digest: str, mount_fd: int) -> None:
+        """Remember a layer."""
+        await self._enter("hold_mount", digest=digest, mount_fd=mount_fd)
+        self.layers[digest] = Path("mount")
+
     async def usage(self, local: str) -> SandboxUsage:
         """Return a small constant usage."""
         self._require(local)
         await self._enter("usage", local=local)
         return SandboxUsage(memory_bytes=1 << 20, memory_peak_bytes=2 << 20, cpu_s=0.01, pids=1)
+
+    def network_namespace(self, local: str) -> int:
+        """Return this process's own namespace: what listens in a test listens in the sandbox."""
+        self._require(local)
+        return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
     async def destroy(self, local: str) -> None:
         """Forget a sandbox. Idempotent."""
@@ -299,9 +437,21 @@ class RecordingKernel:
         while (event := await self._ended.get()) is not None:
             yield event
 
-    async def close(self) -> None:
-        """Forget everything. Idempotent."""
-        await self._enter("close")
+    async def reconcile(self, is_held: Callable[[str], bool]) -> list[Orphan]:
+        """Forget the layers that nobody holds, and the leftovers."""
+        await self._enter("reconcile")
+        found = [Orphan("cgroup", local) for local in self._leftovers]
+        self._leftovers = []
+        for digest in sorted(it for it in self.layers if not is_held(it)):
+            del self.layers[digest]
+            found.append(Orphan("layer", digest))
+        return found
+
+    async def close(self, *, keep_sandboxes: bool = False) -> None:
+        """Forget everything, or leave the sandboxes in ``survivors``. Idempotent."""
+        await self._enter("close", keep_sandboxes=keep_sandboxes)
+        if keep_sandboxes:
+            self.orphan()
         for sandbox in self._sandboxes.values():
             sandbox.close()
         self._sandboxes.clear()
@@ -310,12 +460,28 @@ class RecordingKernel:
             self._closed = True
             self._ended.put_nowait(None)
 
+    def memory(self, local: str) -> MemorySandbox:
+        """Return a sandbox's files."""
+        return self._require(local)
+
+    async def enter(self, name: str, **arguments: Any) -> None:
+        """Write a call down; wait or fail as the test says."""
+        await self._enter(name, **arguments)
+
     async def _enter(self, name: str, **arguments: Any) -> None:
-        self.calls.append(Call(name, arguments))
-        count = self._counts[name] = self._counts.get(name, 0) + 1
+        count = self._counts.get(name, 0) + 1
+        self._note(name, count, arguments)
         if name in self._gates:
             await self._gates[name].wait()
+        self._fail(name, count)
+
+    def _note(self, name: str, count: int, arguments: dict[str, Any]) -> None:
+        self.calls.append(Call(name, arguments))
+        self._counts[name] = count
+
+    def _fail(self, name: str, count: int) -> None:
         failure = self._failures.get(name, {}).pop(count, None)
+        failure = self._failing_calls.pop(len(self.calls), None) or failure
         if failure is not None:
             raise failure
 

@@ -53,6 +53,8 @@ _CLONE_NEW_NAMESPACES: Final = 0x7E02_0000
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _NETLINK_ROUTE: Final = 0
 _RLIMIT_CORE: Final = 4
+_PRIO_USER: Final = 2
+_IOPRIO_WHO_USER: Final = 3
 _IP_PROTOCOLS: Final = (0, 1, 6, 17, 58, 262)  # any, ICMP, TCP, UDP, ICMPv6, multipath TCP
 _SOL_SOCKET: Final = 1
 _SOCKET_FILTERS: Final = (
@@ -61,6 +63,9 @@ _SOCKET_FILTERS: Final = (
     51,
     52,
 )  # SO_ATTACH_FILTER, _BPF, _REUSEPORT_CBPF, _REUSEPORT_EBPF
+_IPPROTO_IPV6: Final = 41
+_IPV6_FLOWLABEL_MGR: Final = 32
+_F_OFD_SETLK, _F_OFD_SETLKW = 37, 38
 _TIOCSTI, _TIOCLINUX, _TIOCSETD = 0x5412, 0x541C, 0x5423
 _PERSONALITIES: Final = (0x0, 0x0008, 0x20000, 0x20008, 0xFFFF_FFFF)
 
@@ -79,6 +84,8 @@ def _allow_families() -> list[Instruction]:
     """Unix, IP and routing netlink only: no network namespace confines AF_VSOCK or AF_ALG.
 
     Of IP only the protocols in use: asking for another makes the host's kernel load its module.
+    The answer is that of a kernel built without the family: programs that would use one if it were
+    there (``useradd`` asks for auditing) go on without.
     """
     last = len(_IP_PROTOCOLS) - 1
     tests = [(_JUMP_EQUAL, last - index + 1, 0, value) for index, value in enumerate(_IP_PROTOCOLS)]
@@ -91,23 +98,25 @@ def _allow_families() -> list[Instruction]:
         (_JUMP_EQUAL, 0, 2, _AF_NETLINK),
         _load_argument(2),
         (_JUMP_EQUAL, len(protocols), 0, _NETLINK_ROUTE),
-        _refuse(errno.EPERM),
+        _refuse(errno.EAFNOSUPPORT),
         *protocols,
     ]
 
 
-def _deny_socket_filters() -> list[Instruction]:
+def _deny_shared_socket_options() -> list[Instruction]:
     """Programs on sockets take from the node's one budget for compiled filters.
 
-    Used up, no process of the node could install a system call filter any more.
+    Used up, no process of the node could install a system call filter any more. Labels of IPv6
+    flows are few for the whole node, too.
     """
-    last = len(_SOCKET_FILTERS) - 1
-    tests = [
-        (_JUMP_EQUAL, last - index + 1, 0, value) for index, value in enumerate(_SOCKET_FILTERS)
-    ]
+    count = len(_SOCKET_FILTERS)
+    tests = [(_JUMP_EQUAL, count - index, 0, value) for index, value in enumerate(_SOCKET_FILTERS)]
     return [
         _load_argument(1),
-        (_JUMP_EQUAL, 0, len(tests) + 1, _SOL_SOCKET),
+        (_JUMP_EQUAL, 3, 0, _SOL_SOCKET),
+        (_JUMP_EQUAL, 0, count + 3, _IPPROTO_IPV6),
+        _load_argument(2),
+        (_JUMP_EQUAL, count + 2, count + 1, _IPV6_FLOWLABEL_MGR),
         _load_argument(2),
         *tests,
         _ALLOW,
@@ -135,6 +144,21 @@ def _deny_terminal_tricks() -> list[Instruction]:
     ]
 
 
+def _deny_locks_without_owner() -> list[Instruction]:
+    """Locks of an open file description live on in a mapping, or in a message that nobody reads.
+
+    The kernel limits no locks; those of processes can at least be told whose they are. The answer
+    is that of a kernel without them.
+    """
+    return [
+        _load_argument(1),
+        (_JUMP_EQUAL, 1, 0, _F_OFD_SETLK),
+        (_JUMP_EQUAL, 0, 1, _F_OFD_SETLKW),
+        _refuse(errno.EINVAL),
+        _ALLOW,
+    ]
+
+
 def _keep_core_limit() -> list[Instruction]:
     """The core limit stays 1: with 0, a piped core pattern runs its program on the host."""
     return [
@@ -145,8 +169,40 @@ def _keep_core_limit() -> list[Instruction]:
     ]
 
 
+def _spare_init(argument: int) -> list[Instruction]:
+    """Leave PID 1 as it is: its limits, priority and processors become those of every command.
+
+    The kernel lets whoever has its user change them; tracing is not needed for it.
+    """
+    return [
+        _load_argument(argument),
+        (_JUMP_EQUAL, 0, 1, 1),
+        _refuse(errno.EPERM),
+        _ALLOW,
+    ]
+
+
+def _spare_init_and_users(argument: int, kind_of_user: int) -> list[Instruction]:
+    """As :func:`_spare_init`, and not by way of all processes of a user either."""
+    return [
+        _load_argument(0),
+        (_JUMP_EQUAL, 2, 0, kind_of_user),
+        _load_argument(argument),
+        (_JUMP_EQUAL, 0, 1, 1),
+        _refuse(errno.EPERM),
+        _ALLOW,
+    ]
+
+
 def _keep_core_limit_of_process() -> list[Instruction]:
     return [
+        _load_argument(0),
+        (_JUMP_EQUAL, 0, 5, 1),  # PID 1: its limits may only be asked for
+        (_LOAD, 0, 0, _ARGUMENTS + 8 * 2),
+        (_JUMP_EQUAL, 0, 2, 0),
+        (_LOAD, 0, 0, _ARGUMENTS + 8 * 2 + 4),
+        (_JUMP_EQUAL, 1, 0, 0),
+        _refuse(errno.EPERM),
         _load_argument(1),
         (_JUMP_EQUAL, 0, 5, _RLIMIT_CORE),
         (_LOAD, 0, 0, _ARGUMENTS + 8 * 2),  # the new limit's address: both halves
@@ -162,12 +218,21 @@ _CHECKED: Final = {
     "clone": _deny_namespaces(),
     "socket": _allow_families(),
     "personality": _allow_personalities(),
-    "setsockopt": _deny_socket_filters(),
+    "setsockopt": _deny_shared_socket_options(),
     "ioctl": _deny_terminal_tricks(),
+    "fcntl": _deny_locks_without_owner(),
     "setrlimit": _keep_core_limit(),
     "prlimit64": _keep_core_limit_of_process(),
-    # sync() waits for every tenant's dirty data; a sandbox's own layer is in memory.
+    "sched_setaffinity": _spare_init(0),
+    "sched_setparam": _spare_init(0),
+    "sched_setscheduler": _spare_init(0),
+    "sched_setattr": _spare_init(0),
+    "setpriority": _spare_init_and_users(1, _PRIO_USER),
+    "ioprio_set": _spare_init_and_users(1, _IOPRIO_WHO_USER),
+    # sync() waits for every tenant's dirty data, and so does syncfs() by way of the run directory,
+    # which is a directory of the host; a sandbox's own layer is in memory.
     "sync": [_PRETEND],
+    "syncfs": [_PRETEND],
     # The number of asynchronous contexts is limited for the whole node, not for each user.
     "io_setup": [_refuse(errno.ENOSYS)],
 }

@@ -1,7 +1,7 @@
 """Numbers of the system calls that sandboxes may make, by machine.
 
 Whatever is not named here is refused: the list is an allow-list, and its reference is the default
-profile that container engines agree on, without io_uring, memory policies, fanotify and handles.
+profile that container engines agree on, without io_uring, memory policies and fanotify.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ preadv2=327 pwritev2=328 pkey_mprotect=329 pkey_alloc=330 pkey_free=331 statx=33
 io_pgetevents=333 rseq=334 pidfd_send_signal=424 pidfd_open=434 clone3=435 close_range=436
 openat2=437 faccessat2=439 epoll_pwait2=441 landlock_create_ruleset=444 landlock_add_rule=445
 landlock_restrict_self=446 memfd_secret=447 process_mrelease=448 futex_waitv=449 cachestat=451
-fchmodat2=452 map_shadow_stack=453 futex_wake=454 futex_wait=455 futex_requeue=456 mseal=462
+fchmodat2=452 map_shadow_stack=453 futex_wake=454 futex_wait=455 futex_requeue=456 statmount=457
+listmount=458 mseal=462 clock_adjtime=305
 """)
 
 AARCH64: Final = _parse("""
@@ -105,5 +106,6 @@ preadv2=286 pwritev2=287 pkey_mprotect=288 pkey_alloc=289 pkey_free=290 statx=29
 io_pgetevents=292 rseq=293 pidfd_send_signal=424 pidfd_open=434 clone3=435 close_range=436
 openat2=437 faccessat2=439 epoll_pwait2=441 landlock_create_ruleset=444 landlock_add_rule=445
 landlock_restrict_self=446 memfd_secret=447 process_mrelease=448 futex_waitv=449 cachestat=451
-fchmodat2=452 map_shadow_stack=453 futex_wake=454 futex_wait=455 futex_requeue=456 mseal=462
+fchmodat2=452 map_shadow_stack=453 futex_wake=454 futex_wait=455 futex_requeue=456 statmount=457
+listmount=458 mseal=462 clock_adjtime=266
 """)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,7 +13,7 @@ from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.layers.erofs import image_digest, read_superblock
 from dsec_sandboxd.layers.limits import ImportWatch
 from dsec_sandboxd.layers.names import DIGEST_PREFIX
-from dsec_sandboxd.layers.records import ImageRecord, Layer, read_record
+from dsec_sandboxd.layers.records import ImageRecord, read_record
 from dsec_sandboxd.layers.staging import sync_directory, write_durably
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from dsec_sandboxd.layers.importer import BuiltImage
 
 #: Device, inode, size, modification and change time: another file, or another content, differs.
-_Identity = tuple[int, int, int, int, int]
+Identity = tuple[int, int, int, int, int]
 
 
 class ImageFiles:
@@ -32,7 +33,7 @@ class ImageFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._verified: dict[str, _Identity] = {}
+        self._verified: dict[str, Identity] = {}
 
     def path(self, digest: str) -> Path:
         """Return where the image with this digest is, or would be."""
@@ -49,7 +50,7 @@ class ImageFiles:
     def holds(self, digest: str, watch: ImportWatch) -> bool:
         """Tell whether the image is here and undamaged; reads it when this is not known."""
         path = self.path(digest)
-        found = _identity(path)
+        found = identity_of(path)
         return found is not None and (
             self._verified.get(digest) == found or image_digest(path, watch) == digest
         )
@@ -57,24 +58,32 @@ class ImageFiles:
     def is_verified(self, digest: str) -> bool:
         """Tell whether the file is the one that was checked before; costs one ``stat``."""
         found = self._verified.get(digest)
-        return found is not None and found == _identity(self.path(digest))
+        return found is not None and found == identity_of(self.path(digest))
 
-    def verify(self, layer: Layer) -> None:
-        """Check the image of ``layer``: EROFS, of the recorded size, with its digest.
+    def verify(self, digest: str, name: str = "") -> None:
+        """Check an image: EROFS, of the recorded size, and either untouched or with its digest.
+
+        Untouched means that the file has the modification time with which it was published: then
+        it is not read, so that of a large image only the blocks are fetched that sandboxes read.
+        ``name`` is what an error calls it.
 
         Raises:
             DsecError: ``layer_error`` when it is missing, damaged or replaced.
         """
-        identity = _identity(layer.image_path)
-        problem = "it is missing" if identity is None else _problem(layer)
+        path = self.path(digest)
+        identity, record = identity_of(path), self.record(digest)
+        if identity is None or record is None:
+            problem = "it is missing"
+        else:
+            problem = _problem(path, record, digest)
         if identity is None or problem:
             raise DsecError(
                 ErrorCode.LAYER_ERROR,
-                f"the image of the layer {layer.reference} cannot be used: {problem}; import the "
+                f"the image of the layer {name or digest} cannot be used: {problem}; import the "
                 "layer again",
-                details={"reference": layer.reference, "digest": layer.digest},
+                details={"reference": name or digest, "digest": digest},
             )
-        self._verified[layer.digest] = identity
+        self._verified[digest] = identity
 
     def publish(self, image: BuiltImage, created_at: float, staging: Path, *, reuse: bool) -> None:
         """Put a built image and its record in place; with ``reuse`` only if there is none.
@@ -87,12 +96,18 @@ class ImageFiles:
             make_durable(image.path)
             image.path.replace(path)
         record = ImageRecord(
-            size_bytes=image.size_bytes, entries=image.entries, created_at=created_at
+            size_bytes=image.size_bytes,
+            entries=image.entries,
+            created_at=created_at,
+            modified_ns=path.stat().st_mtime_ns,
         )
-        if not (reuse and self._record_path(image.digest).exists()):
+        standing = None
+        with suppress(DsecError):  # a damaged record is written anew
+            standing = self.record(image.digest) if reuse else None
+        if standing is None or standing.modified_ns != record.modified_ns:
             write_durably(self._record_path(image.digest), msgspec.json.encode(record), staging)
         sync_directory(self._directory)
-        if (identity := _identity(path)) is not None:
+        if (identity := identity_of(path)) is not None:
             self._verified[image.digest] = identity
 
     def delete(self, digest: str) -> None:
@@ -121,21 +136,24 @@ def make_durable(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _problem(layer: Layer) -> str:
-    """Return what is wrong with the layer's image, or nothing."""
+def _problem(path: Path, record: ImageRecord, digest: str) -> str:
+    """Return what is wrong with an image, or nothing."""
     try:
-        claimed_bytes = read_superblock(layer.image_path).size_bytes
+        claimed_bytes = read_superblock(path).size_bytes
     except DsecError as error:
         return error.message
-    size_bytes = layer.image_path.stat().st_size
-    if size_bytes != layer.size_bytes or claimed_bytes > size_bytes:
-        return f"it has {size_bytes} bytes instead of {layer.size_bytes}"
-    if image_digest(layer.image_path, ImportWatch()) != layer.digest:
+    status = path.stat()
+    if status.st_size != record.size_bytes or claimed_bytes > status.st_size:
+        return f"it has {status.st_size} bytes instead of {record.size_bytes}"
+    if status.st_mtime_ns == record.modified_ns:
+        return ""
+    if image_digest(path, ImportWatch()) != digest:
         return "its content is not what was imported"
     return ""
 
 
-def _identity(path: Path) -> _Identity | None:
+def identity_of(path: Path) -> Identity | None:
+    """Return what tells a file from any other, or ``None`` when there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dsec_common.errors import DsecError, ErrorCode, invalid, not_found
-from dsec_common.wire.layer import ArchiveFormat
+from dsec_common.wire.layer import ArchiveFormat, CommandDefaults
 from dsec_sandboxd.layers.archives import write_tar
 from dsec_sandboxd.layers.directories import write_directory
 from dsec_sandboxd.layers.erofs import build_image, image_digest, read_superblock
+from dsec_sandboxd.layers.image_configuration import make_working_directory
+from dsec_sandboxd.layers.leaving_out import LeaveOut, leave_out
 from dsec_sandboxd.layers.names import shown
 from dsec_sandboxd.layers.oci import find_image, looks_like_image, write_image
 from dsec_sandboxd.layers.tree import TreeWriter
@@ -31,6 +33,8 @@ class BuiltImage:
     entries: int
     source_digest: str
     warnings: tuple[str, ...]
+    left_out: int = 0
+    defaults: CommandDefaults | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,7 @@ class ImageBuilder:
         source: a directory or an archive file.
         archive_format: what the archive is; ``None`` looks into it.
         tag: which image of an archive that holds several.
+        leaving_out: what does not become part of the layer.
     """
 
     source: Path
@@ -49,6 +54,7 @@ class ImageBuilder:
     staging: Path
     limits: ImportLimits
     watch: ImportWatch
+    leaving_out: LeaveOut = field(default_factory=LeaveOut)
 
     def build(self) -> BuiltImage:
         """Read the source, check it, and build the image.
@@ -95,7 +101,10 @@ class ImageBuilder:
         root = self._new_directory("flat")
         with TreeWriter(root, self.limits) as tree:
             write_image(image, tree, self.watch, self.limits)
-            return self._pack(root, tree, image.digest)
+            if image.defaults is not None:
+                make_working_directory(root, tree, image.defaults.cwd)
+            built = self._pack(root, tree, image.digest, image.warnings)
+            return replace(built, defaults=image.defaults)
 
     def _new_directory(self, name: str) -> Path:
         directory = self.staging / name
@@ -105,6 +114,10 @@ class ImageBuilder:
     def _pack(
         self, root: Path, tree: TreeWriter, source_digest: str, warnings: tuple[str, ...] = ()
     ) -> BuiltImage:
+        left_out = 0
+        if self.leaving_out:
+            left_out = leave_out(root, tree, self.leaving_out, self.staging, self.watch)
+            tree.measure_again()
         tree.finish()
         path = self.staging / "image.erofs"
         # One second after the newest file, so that none is brought forward to it.
@@ -117,4 +130,5 @@ class ImageBuilder:
             entries=superblock.inodes,
             source_digest=source_digest,
             warnings=warnings + tree.warnings,
+            left_out=left_out,
         )

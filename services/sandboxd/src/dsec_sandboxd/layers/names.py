@@ -37,7 +37,18 @@ class DigestReference:
         return self.digest
 
 
-Reference = NamedReference | DigestReference
+@dataclass(frozen=True, slots=True)
+class TagReference:
+    """A reference by ``name:tag``, whose meaning moves."""
+
+    name: str
+    tag: str
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.tag}"
+
+
+Reference = NamedReference | TagReference | DigestReference
 
 
 def shown(text: object) -> str:
@@ -66,6 +77,16 @@ def validate_version(version: str) -> str:
     )
 
 
+def validate_tag(tag: str) -> str:
+    """Return ``tag`` unchanged, or raise ``invalid``."""
+    if isinstance(tag, str) and _VERSION.fullmatch(tag):
+        return tag
+    raise invalid(
+        f"{shown(tag)} is not a layer's tag: use 1-64 letters, digits, '.', '_', '+' and '-', the "
+        "first of them a letter or digit"
+    )
+
+
 def is_digest(text: str) -> bool:
     """Tell whether ``text`` is ``sha256:`` and 64 lower-case hexadecimal digits."""
     return _DIGEST.fullmatch(text) is not None
@@ -75,7 +96,8 @@ def parse_reference(text: str) -> Reference:
     """Return what ``text`` refers to.
 
     Raises:
-        DsecError: ``invalid`` when it is neither ``name@version``, ``name`` nor ``sha256:…``.
+        DsecError: ``invalid`` when it is neither ``name@version``, ``name:tag``, ``name`` nor
+            ``sha256:…``.
     """
     if not isinstance(text, str):
         raise invalid(f"{shown(text)} is not a layer reference: give name@version as text")
@@ -88,8 +110,12 @@ def parse_reference(text: str) -> Reference:
         )
     name, at, version = text.partition("@")
     try:
+        if not at and ":" in name:
+            name, _, tag = name.partition(":")
+            return TagReference(validate_name(name), validate_tag(tag))
         return NamedReference(validate_name(name), validate_version(version) if at else "")
     except DsecError as error:
         raise invalid(
-            f"{shown(text)} is not a layer reference (name@version or sha256:…): {error.message}"
+            f"{shown(text)} is not a layer reference (name@version, name:tag or sha256:…): "
+            f"{error.message}"
         ) from None

@@ -22,11 +22,13 @@ import msgspec
 
 from dsec_common.errors import DsecError, invalid
 from dsec_sandboxd.layers.archives import visit_members, write_member
+from dsec_sandboxd.layers.image_configuration import ImageConfiguration, defaults_of
 from dsec_sandboxd.layers.names import shown
 from dsec_sandboxd.layers.streams import open_stream
 from dsec_sandboxd.layers.tree import Parts, TreeWriter, refuse
 
 if TYPE_CHECKING:
+    from dsec_common.wire.layer import CommandDefaults
     from dsec_sandboxd.layers.limits import ImportLimits, ImportWatch
 
 _WHITEOUT: Final = ".wh."
@@ -78,16 +80,21 @@ class _RootFs(msgspec.Struct, frozen=True):
     diff_ids: list[str]
 
 
-class _DockerConfig(msgspec.Struct, frozen=True):
+class _DockerConfig(ImageConfiguration, frozen=True, kw_only=True):
     rootfs: _RootFs
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """One image, found and checked: its digest and its layers' files, lowest first."""
+    """One image, found and checked: its digest and its layers' files, lowest first.
+
+    And what commands on it have by default, with what of that could not be kept.
+    """
 
     digest: str
     layers: tuple[Path, ...]
+    defaults: CommandDefaults | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def looks_like_image(directory: Path, limits: ImportLimits) -> bool:
@@ -170,9 +177,14 @@ class _ImageReader:
         for _ in range(_NESTING_MAX):
             if chosen.media_type not in _INDEX_TYPES:
                 manifest = self._verified(chosen, _Manifest)
+                defaults, warnings = defaults_of(
+                    self._verified(manifest.config, ImageConfiguration)
+                )
                 return ImageSource(
                     digest=chosen.digest,
                     layers=tuple(self._verified_file(layer) for layer in manifest.layers),
+                    defaults=defaults,
+                    warnings=warnings,
                 )
             chosen = self._choose(self._verified(chosen, _Index).manifests, "")
         raise refuse(f"the image's indexes are nested more than {_NESTING_MAX} deep")
@@ -194,7 +206,13 @@ class _ImageReader:
             raise refuse("the image's manifest and configuration differ in the number of layers")
         for path, diff_id in zip(layers, config.rootfs.diff_ids, strict=True):
             self._verify_unpacked(path, diff_id)
-        return ImageSource(digest=f"sha256:{_sha256(config_path)}", layers=tuple(layers))
+        defaults, warnings = defaults_of(config)
+        return ImageSource(
+            digest=f"sha256:{_sha256(config_path)}",
+            layers=tuple(layers),
+            defaults=defaults,
+            warnings=warnings,
+        )
 
     def _choose(self, manifests: list[_Descriptor], tag: str) -> _Descriptor:
         machine = platform.machine()

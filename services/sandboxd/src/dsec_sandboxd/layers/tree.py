@@ -51,7 +51,7 @@ class Attributes:
 
 
 #: What a directory gets that no member describes: fixed, so that equal input gives equal images.
-_IMPLIED_DIRECTORY: Final = Attributes(mode=0o755, uid=0, gid=0, mtime_ns=0)
+IMPLIED_DIRECTORY: Final = Attributes(mode=0o755, uid=0, gid=0, mtime_ns=0)
 
 
 def refuse(message: str) -> DsecError:
@@ -72,7 +72,7 @@ class TreeWriter:
     def __init__(self, root: Path, limits: ImportLimits) -> None:
         self._limits = limits
         self._root_fd = os.open(root, _DIRECTORY_FLAGS)
-        self._directories: dict[Parts, Attributes] = {(): _IMPLIED_DIRECTORY}
+        self._directories: dict[Parts, Attributes] = {(): IMPLIED_DIRECTORY}
         self._parent: Parts = ()
         self._parent_fd = self._root_fd
         self._bytes = 0
@@ -235,6 +235,21 @@ class TreeWriter:
         for name in os.listdir(parent):  # noqa: PTH208  a descriptor, not a path
             self.remove((*parts, name), keep=keep)
 
+    def attributes_of(self, parts: Parts) -> Attributes:
+        """Return what a directory of the tree will have."""
+        return self._directories[parts]
+
+    def measure_again(self) -> None:
+        """Learn the newest modification time anew: something that counted is no part of it now."""
+        newest = 0
+        for path, directories, files, descriptor in os.fwalk(".", dir_fd=self._root_fd):
+            newest = max(newest, self._directories[tuple(path.split("/")[1:])].mtime_ns)
+            for name in (*directories, *files):
+                status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                if not stat.S_ISDIR(status.st_mode):
+                    newest = max(newest, status.st_mtime_ns)
+        self._latest_mtime_ns = newest
+
     def finish(self) -> None:
         """Give every directory its attributes, deepest first."""
         self._forget_parent()
@@ -316,7 +331,7 @@ class TreeWriter:
                 raise
         self._count_entry()
         os.mkdir(name, 0o700, dir_fd=descriptor)
-        self._directories[parts] = _IMPLIED_DIRECTORY
+        self._directories[parts] = IMPLIED_DIRECTORY
         return os.open(name, _DIRECTORY_FLAGS, dir_fd=descriptor)
 
     def _find_parent(self, parts: Parts) -> int | None:

@@ -3,7 +3,7 @@
  *
  *   own descriptor table -> v1 cgroups -> handshake (ids mapped, root made) -> cgroup namespace -> identity
  *   -> host name -> root, /proc and its masks, /dev, /dev/pts, /dev/shm, /run/dsec -> pivot_root
- *   -> resource limits -> capabilities -> no_new_privs -> seccomp -> exec of PID 1
+ *   -> resource limits -> scheduling class -> capabilities -> no_new_privs -> seccomp -> exec of PID 1
  *
  * A step that fails is told on the control socket, and the process ends: nothing of it stays.
  */
@@ -11,6 +11,7 @@
 
 #include <grp.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
@@ -50,7 +51,7 @@ static void shake_hands(const struct child_plan *plan, int *mounts, int *mount_c
 
     if (packet_send(plan->control_fd, &here, sizeof here, NULL, 0, 0) < 0)
         _exit(1);
-    int wanted = plan->request->flags & CREATE_HAS_RUN_MOUNT ? 3 : 2;
+    int wanted = 4 + EXTRA_MOUNTS(plan->request);
     /* The host end is also in our table: should the spawner die here, there is no end of file. */
     struct pollfd polled = {.fd = plan->control_fd, .events = POLLIN};
     if (poll(&polled, 1, SPAWNER_TIMEOUT_MS) <= 0)
@@ -81,8 +82,8 @@ static void clone_onto(const struct child_plan *plan, const char *source, const 
 static void mount_proc(const struct child_plan *plan)
 {
     static const char *const read_only[] = {"bus", "fs", "irq", "sys", "sysrq-trigger"};
-    /* What the host's root alone may read needs no mask: nobody in the sandbox is that. */
-    static const char *const masked[] = {"acpi", "asound", "interrupts", "kcore", "keys", "kmsg", "latency_stats",
+    /* What the host's root alone may read needs no mask: nobody in the sandbox is that. cmdline names the host. */
+    static const char *const masked[] = {"acpi", "asound", "cmdline", "interrupts", "kcore", "keys", "kmsg", "latency_stats",
                                          "sched_debug", "scsi", "timer_list", "timer_stats", "driver", "pressure"};
     const unsigned strict = MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC;
     char path[64] = TINY_NEW_ROOT "/proc/";
@@ -106,8 +107,8 @@ static void mount_proc(const struct child_plan *plan)
     for (size_t i = 0; i < sizeof masked / sizeof *masked; i++) {
         strcpy(name, masked[i]);
         if (lstat(path, &status) == 0)
-            clone_onto(plan, S_ISDIR(status.st_mode) ? TINY_EMPTY_DIRECTORY : TINY_EMPTY_FILE, path, strict,
-                       STEP_PROC_MASK);
+            clone_onto(plan, S_ISDIR(status.st_mode) ? TINY_FURNITURE "/masks/directory" : TINY_FURNITURE "/masks/file",
+                       path, strict, STEP_PROC_MASK);
     }
 }
 
@@ -116,7 +117,7 @@ static void mount_devices(const struct child_plan *plan, int shared_fd)
     static const char *const options[][2] = {
         {"ptmxmode", "0666"}, {"mode", "0620"}, {"gid", "5"}, {"max", PTYS_MAX}};
 
-    clone_onto(plan, TINY_DEV, TINY_NEW_ROOT "/dev", 0, STEP_DEV_MOUNT);
+    clone_onto(plan, TINY_FURNITURE "/dev", TINY_NEW_ROOT "/dev", 0, STEP_DEV_MOUNT);
     int context = fsopen("devpts", FSOPEN_CLOEXEC);
     if (context < 0)
         broken(plan->control_fd, STEP_PTS_MOUNT);
@@ -179,14 +180,35 @@ static _Noreturn void become_init(const struct child_plan *plan)
 
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    signal(SIGCHLD, SIG_DFL);
-    signal(SIGINT, SIG_DFL);
+    /* What is ignored stays so over exec: a daemon under nohup would cost every terminal its hang-up. */
+    const struct kernel_signal_action usual = {0};
+    for (uint64_t left = plan->host->ignored; left; left &= left - 1)
+        sys_signal_action(__builtin_ctzll(left) + 1, &usual, NULL);
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0)
         broken(plan->control_fd, STEP_NO_NEW_PRIVILEGES);
     if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &plan->host->filter) < 0)
         broken(plan->control_fd, STEP_SECCOMP);
     syscall(SYS_execveat, plan->host->init_fd, "", arguments, environment, AT_EMPTY_PATH);
     broken(plan->control_fd, STEP_EXEC_INIT);
+}
+
+/*
+ * The class of all processes to come. Nothing inside undoes it: leaving SCHED_IDLE needs RLIMIT_NICE, which is 0,
+ * or CAP_SYS_NICE on the host. A core scheduling cookie is inherited, and its creation is not on the list of calls
+ * that the filter lets a sandbox make with an effect on others: a new cookie only separates further.
+ */
+static void choose_scheduling(const struct child_plan *plan)
+{
+    const struct rlimit none = {0, 0};
+    struct sched_param priority = {.sched_priority = 0};
+
+    if (setrlimit(RLIMIT_NICE, &none) < 0 || setrlimit(RLIMIT_RTPRIO, &none) < 0)
+        broken(plan->control_fd, STEP_SCHEDULING);
+    if (plan->request->flags & CREATE_BEST_EFFORT && sched_setscheduler(0, SCHED_IDLE, &priority) < 0)
+        broken(plan->control_fd, STEP_SCHEDULING);
+    if (plan->request->flags & CREATE_CORE_SCHEDULING &&
+        prctl(PR_SCHED_CORE, PR_SCHED_CORE_CREATE, 0, PR_SCHED_CORE_SCOPE_THREAD_GROUP, 0) < 0)
+        broken(plan->control_fd, STEP_SCHEDULING);
 }
 
 /* Whatever the daemon's standard streams are, a sandbox must not hold them. */
@@ -223,24 +245,29 @@ _Noreturn void child_main(const struct child_plan *given)
     if (sethostname(plan.request->hostname, strlen(plan.request->hostname)) < 0)
         broken(plan.control_fd, STEP_HOSTNAME);
     place(&plan, mounts[0], TINY_NEW_ROOT, STEP_ROOT_MOUNT);
+    place(&plan, mounts[3], TINY_FURNITURE, STEP_DEV_MOUNT);
     mount_proc(&plan);
     mount_devices(&plan, mounts[1]);
-    if (mount_count == 3)
-        place(&plan, mounts[2], TINY_NEW_ROOT "/run/dsec", STEP_RUN_MOUNT);
+    if (mount_count > 4)
+        place(&plan, mounts[4], TINY_NEW_ROOT "/run/dsec", STEP_RUN_MOUNT);
+    if (mount_count > 5)
+        place(&plan, mounts[5], TINY_NEW_ROOT "/run/dsec/mps", STEP_RUN_MOUNT);
     enter_root(&plan);
     umask(022);
+    name_in_hosts(plan.request->hostname, !(plan.request->flags & CREATE_ON_SNAPSHOT));
     silence(&plan);
     limit_resources(&plan);
+    choose_scheduling(&plan);
     drop_capabilities(&plan);
-    /* The two ends go to their fixed places last: below them live descriptors of the steps above. */
-    int control = fcntl(plan.control_fd, F_DUPFD, CONTROL_FD_TEMPORARY);
-    int host_end = fcntl(plan.host_end_fd, F_DUPFD, CONTROL_FD_TEMPORARY);
-    if (control < 0 || host_end < 0)
+    /* What PID 1 keeps goes to its fixed places last: below them live descriptors of the steps above. */
+    int control = fcntl(plan.control_fd, F_DUPFD_CLOEXEC, CONTROL_FD_TEMPORARY);
+    int host_end = fcntl(plan.host_end_fd, F_DUPFD_CLOEXEC, CONTROL_FD_TEMPORARY);
+    int writable = fcntl(mounts[2], F_DUPFD_CLOEXEC, CONTROL_FD_TEMPORARY);
+    if (control < 0 || host_end < 0 || writable < 0)
         _exit(1);
     plan.control_fd = control;
-    if (dup2(control, DSEC_CONTROL_FD) < 0 || dup2(host_end, DSEC_HOST_END_FD) < 0)
+    if (dup2(control, DSEC_CONTROL_FD) < 0 || dup2(host_end, DSEC_HOST_END_FD) < 0 ||
+        dup2(writable, DSEC_WRITABLE_FD) < 0)
         broken(control, STEP_CONTROL_SOCKET);
-    fcntl(control, F_SETFD, FD_CLOEXEC);
-    fcntl(host_end, F_SETFD, FD_CLOEXEC);
     become_init(&plan);
 }

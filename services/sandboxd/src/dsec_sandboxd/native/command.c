@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -19,15 +20,31 @@ static _Noreturn void give_up(struct outcome *outcome, enum dsec_step step, int 
 }
 
 /*
- * PID 1's own filter leaves it clone3, with which it puts commands into their cgroups. A filter cannot see
- * clone3's flags, so commands get ENOSYS and their C library falls back to clone, whose flags it can see.
+ * What PID 1 needs and a command must not have.
+ *
+ * clone3: PID 1 puts commands into their cgroups with it. A filter cannot see its flags, so commands get ENOSYS
+ * and their C library falls back to clone, whose flags it can see.
+ *
+ * Filters of their own: compiled filters come from one budget of the node (bpf_jit_limit), charged to nobody. A
+ * thousand processes of one sandbox used it up, and no sandbox and no command could start any more. Commands are
+ * told EINVAL, as by a kernel without filters, which programs that use them (man, sshd) put up with.
  */
-static int deny_clone3(void)
+static int deny_what_init_may(void)
 {
+    const unsigned number = offsetof(struct seccomp_data, nr);
+    const unsigned first = offsetof(struct seccomp_data, args); /* its low half: both machines are little-endian */
     struct sock_filter instructions[] = {
-        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, number),
         BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone3, 0, 1),
         BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_seccomp, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, first),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SECCOMP_SET_MODE_FILTER, 4, 0),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_prctl, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, first),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, PR_SET_SECCOMP, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
         BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
     };
     struct sock_fprog program = {sizeof instructions / sizeof *instructions, instructions};
@@ -95,6 +112,8 @@ _Noreturn void command_child(const struct request_view *request, const int strea
     int error;
 
     setsid();
+    if (request->header->flags & CONTROL_TERMINAL && ioctl(streams[0], TIOCSCTTY, 0) < 0)
+        give_up(outcome, STEP_COMMAND_TERMINAL, errno);
     for (int i = 0; i < 3; i++)
         if (dup2(streams[i], i) < 0)
             give_up(outcome, STEP_PIPES, errno);
@@ -110,12 +129,18 @@ _Noreturn void command_child(const struct request_view *request, const int strea
     char **environment = complete_environment(request, &identity);
     if (!environment)
         give_up(outcome, STEP_MEMORY, ENOMEM);
+    /* What it writes to is its own: a program may open /dev/stdout again. */
+    for (int i = 0; identity.user_id != 0 && i < 3; i++)
+        if (i > 0 || request->header->flags & (CONTROL_WITH_STDIN | CONTROL_TERMINAL))
+            (void)!fchown(i, identity.user_id, (gid_t)-1);
+    if (setrlimit(RLIMIT_NOFILE, &command_descriptor_limit) < 0)
+        give_up(outcome, STEP_RESOURCE_LIMITS, errno);
     error = assume_identity(&identity);
     if (error)
         give_up(outcome, STEP_COMMAND_USER, error);
     if (chdir(request->path) < 0)
         give_up(outcome, STEP_COMMAND_DIRECTORY, errno);
-    if (deny_clone3() < 0)
+    if (deny_what_init_may() < 0)
         give_up(outcome, STEP_COMMAND_SECCOMP, errno);
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);

@@ -1,14 +1,13 @@
 /*
  * The tiny mount namespace. Sandboxes are born in a copy of it, so it holds only what they are made of: a
- * clean /proc (the kernel lets a user namespace mount proc only beside one that nothing covers), the
- * prepared device tree, two empty things to mask with. Copying the host's mounts would cost each sandbox
+ * clean /proc (the kernel lets a user namespace mount proc only beside one that nothing covers) and two empty
+ * directories to mount on. Copying the host's mounts would cost each sandbox
  * a microsecond and more per mount, and show them to it.
  */
 #include "spawner.h"
 
 #include <stdlib.h>
 #include <sys/stat.h>
-#include <sys/sysmacros.h>
 #include <linux/securebits.h>
 
 #define FILTER_INSTRUCTIONS_MAX 4096
@@ -58,35 +57,6 @@ out:;
     return kept < 0 ? -1 : make_long_lived(kept);
 }
 
-static int make_device_tree(void)
-{
-    static const struct {
-        const char *name;
-        unsigned major, minor;
-    } nodes[] = {{"null", 1, 3}, {"zero", 1, 5}, {"full", 1, 7}, {"random", 1, 8}, {"urandom", 1, 9}, {"tty", 5, 0}};
-    static const char *const links[][2] = {{"/proc/self/fd", "fd"}, {"/proc/self/fd/0", "stdin"},
-                                           {"/proc/self/fd/1", "stdout"}, {"/proc/self/fd/2", "stderr"},
-                                           {"pts/ptmx", "ptmx"}};
-    int tree = mount_tmpfs("0755", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC);
-    if (tree < 0)
-        return -1;
-    for (size_t i = 0; i < sizeof nodes / sizeof *nodes; i++) {
-        if (mknodat(tree, nodes[i].name, S_IFCHR | 0666, makedev(nodes[i].major, nodes[i].minor)) < 0 ||
-            fchmodat(tree, nodes[i].name, 0666, 0) < 0)
-            return -1;
-    }
-    for (size_t i = 0; i < sizeof links / sizeof *links; i++)
-        if (symlinkat(links[i][0], tree, links[i][1]) < 0)
-            return -1;
-    if (mkdirat(tree, "pts", 0755) < 0 || mkdirat(tree, "shm", 0755) < 0)
-        return -1;
-    /* One tree for all: read-only, which does not hinder writing to the devices. */
-    struct mount_attr attributes = {.attr_set = MOUNT_ATTR_RDONLY};
-    if (mount_setattr(tree, "", AT_EMPTY_PATH, &attributes, sizeof attributes) < 0)
-        return -1;
-    return tree;
-}
-
 static int mount_clean_proc(void)
 {
     int context = fsopen("proc", FSOPEN_CLOEXEC);
@@ -103,22 +73,18 @@ static int mount_clean_proc(void)
 
 static int build_tree(int root)
 {
-    static const char *const directories[] = {"new", "proc", "dev", "empty-directory"};
+    static const char *const directories[] = {"new", "proc", "furniture"};
     for (size_t i = 0; i < sizeof directories / sizeof *directories; i++)
         if (mkdirat(root, directories[i], 0755) < 0)
             return -1;
-    int empty = openat(root, "empty-file", O_CREAT | O_EXCL | O_RDONLY | O_CLOEXEC, 0444);
-    if (empty < 0)
-        return -1;
-    close(empty);
     return 0;
 }
 
 static int enter_tree(void)
 {
     int root = mount_tmpfs("0755", MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
-    int devices = make_device_tree(), proc = mount_clean_proc();
-    if (root < 0 || devices < 0 || proc < 0 || build_tree(root) < 0)
+    int proc = mount_clean_proc();
+    if (root < 0 || proc < 0 || build_tree(root) < 0)
         return -1;
     if (unshare(CLONE_NEWNS) < 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0)
         return -1;
@@ -127,14 +93,12 @@ static int enter_tree(void)
     /* The working directory is the new root, on top of the old one: swap them and drop the old. */
     if (sys_pivot_root(".", ".") < 0 || umount2(".", MNT_DETACH) < 0 || chdir("/") < 0)
         return -1;
-    if (move_mount(devices, "", AT_FDCWD, "/dev", MOVE_MOUNT_F_EMPTY_PATH) < 0 ||
-        move_mount(proc, "", AT_FDCWD, "/proc", MOVE_MOUNT_F_EMPTY_PATH) < 0)
+    if (move_mount(proc, "", AT_FDCWD, "/proc", MOVE_MOUNT_F_EMPTY_PATH) < 0)
         return -1;
     struct mount_attr attributes = {.attr_set = MOUNT_ATTR_RDONLY};
     if (mount_setattr(AT_FDCWD, "/", 0, &attributes, sizeof attributes) < 0)
         return -1;
     close(root);
-    close(devices);
     close(proc);
     return 0;
 }

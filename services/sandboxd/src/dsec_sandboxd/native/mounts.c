@@ -5,9 +5,6 @@
 #include <stdio.h>
 #include <sys/stat.h>
 
-/* Inodes that the skeleton below takes from the writable layer. */
-#define SKELETON_INODES 16
-
 static int finish(int context, unsigned attributes)
 {
     int mount_fd = -1;
@@ -24,6 +21,8 @@ int mount_layer(int image_fd, struct failure *failure)
     if (context < 0)
         return fail(failure, STEP_LAYER_MOUNT);
     snprintf(source, sizeof source, "/proc/self/fd/%d", image_fd);
+    /* Else each page is in memory twice, as the image's and as the layer's. Older kernels lack it. */
+    (void)fsconfig(context, FSCONFIG_SET_FLAG, "directio", NULL, 0);
     if (fsconfig(context, FSCONFIG_SET_STRING, "source", source, 0) == 0 &&
         fsconfig(context, FSCONFIG_SET_FLAG, "ro", NULL, 0) == 0)
         mount_fd = finish(context, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
@@ -39,11 +38,24 @@ static int map_ids(int mount_fd, int mapping_fd)
     return mount_setattr(mount_fd, "", AT_EMPTY_PATH, &attributes, sizeof attributes);
 }
 
+/* Give a directory of ours the owner, mode and times of the one in the layer below, if there is one. */
+static int look_like(int writable_fd, const char *ours, int layer_fd, const char *theirs)
+{
+    struct stat status;
+    if (fstatat(layer_fd, theirs, &status, AT_SYMLINK_NOFOLLOW) < 0 || !S_ISDIR(status.st_mode))
+        return 0;
+    struct timespec times[2] = {status.st_atim, status.st_mtim};
+    if (fchownat(writable_fd, ours, status.st_uid, status.st_gid, AT_SYMLINK_NOFOLLOW) < 0 ||
+        fchmodat(writable_fd, ours, status.st_mode & 07777, 0) < 0)
+        return -1;
+    return utimensat(writable_fd, ours, times, AT_SYMLINK_NOFOLLOW);
+}
+
 /*
  * The writable layer, made before its ids are mapped, so that its skeleton belongs to root on disk too.
  * Mount points come from here: whatever a layer has at these names, even a symbolic link, is hidden.
  */
-static int make_writable(const struct spawner_request *request)
+static int make_writable(const struct spawner_request *request, int top_layer_fd)
 {
     static const struct {
         const char *path;
@@ -51,6 +63,8 @@ static int make_writable(const struct spawner_request *request)
     } skeleton[] = {{"upper", 0755},     {"work", 0700},     {"shm", 01777},          {"upper/proc", 0555},
                     {"upper/dev", 0755}, {"upper/run", 0755}, {"upper/run/dsec", 0755}, {"upper/sys", 0555},
                     {"upper/tmp", 01777}};
+    /* A snapshot has a /tmp, or the mark that it was deleted; the mount points must be ours in any case. */
+    const size_t skeleton_count = sizeof skeleton / sizeof *skeleton - (BUILDS_ON_SNAPSHOT(request) ? 1 : 0);
     char number[32];
     int context = fsopen("tmpfs", FSOPEN_CLOEXEC), mount_fd = -1;
 
@@ -60,16 +74,24 @@ static int make_writable(const struct spawner_request *request)
     int made = fsconfig(context, FSCONFIG_SET_STRING, "source", "dsec", 0) == 0 &&
                fsconfig(context, FSCONFIG_SET_STRING, "mode", "0755", 0) == 0 &&
                fsconfig(context, FSCONFIG_SET_STRING, "size", number, 0) == 0;
-    snprintf(number, sizeof number, "%llu", (unsigned long long)request->inodes + SKELETON_INODES);
+    snprintf(number, sizeof number, "%llu", (unsigned long long)(request->inodes + SKELETON_INODES + FURNITURE_INODES + device_inodes(request)));
     if (made && fsconfig(context, FSCONFIG_SET_STRING, "nr_inodes", number, 0) == 0)
         mount_fd = finish(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
-    for (size_t i = 0; mount_fd >= 0 && i < sizeof skeleton / sizeof *skeleton; i++) {
+    for (size_t i = 0; mount_fd >= 0 && i < skeleton_count; i++) {
         if (mkdirat(mount_fd, skeleton[i].path, skeleton[i].mode) < 0) {
             int saved = errno;
             close(mount_fd);
             errno = saved;
             mount_fd = -1;
         }
+    }
+    if (mount_fd >= 0 && BUILDS_ON_SNAPSHOT(request) &&
+        (look_like(mount_fd, "upper/run", top_layer_fd, "run") < 0 ||
+         look_like(mount_fd, "upper", top_layer_fd, ".") < 0)) {
+        int unlike = errno;
+        close(mount_fd);
+        errno = unlike;
+        mount_fd = -1;
     }
     int saved = errno;
     close(context);
@@ -118,7 +140,7 @@ static int finish_overlay(int context, int writable_fd)
 }
 
 static int make_overlay(const struct spawner_request *request, const int *layer_fds, int mapping_fd,
-                        int writable_fd, struct failure *failure)
+                        const struct sandbox_mounts *mounts, struct failure *failure)
 {
     int clones[DSEC_LAYERS_MAX], clone_count = 0, mount_fd = -1;
     int context = fsopen("overlay", FSOPEN_CLOEXEC);
@@ -134,12 +156,14 @@ static int make_overlay(const struct spawner_request *request, const int *layer_
             clones[clone_count++] = clone_fd;
     }
     if (complete) {
-        mount_fd = finish_overlay(context, writable_fd);
+        mount_fd = finish_overlay(context, mounts->writable_fd);
         if (mount_fd < 0)
             fail(failure, STEP_OVERLAY);
     }
-    for (int i = 0; i < clone_count; i++)
+    for (int i = 0; i < clone_count; i++) {
+        put_with_furniture(mounts->furniture_fd, clones[i]); /* the overlay has its own by now */
         close(clones[i]);
+    }
     close(context);
     return mount_fd;
 }
@@ -149,10 +173,16 @@ int mount_root(const struct spawner_request *request, const int *layer_fds, int 
 {
     struct mount_attr shared = {.attr_set = MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC};
 
-    mounts->overlay_fd = mounts->shared_fd = -1;
-    mounts->writable_fd = make_writable(request);
-    if (mounts->writable_fd < 0 || map_ids(mounts->writable_fd, mapping_fd) < 0) {
+    mounts->overlay_fd = mounts->shared_fd = mounts->furniture_fd = -1;
+    mounts->writable_fd = make_writable(request, layer_fds[request->layer_count - 1]);
+    if (mounts->writable_fd < 0 || furnish(mounts->writable_fd, request) < 0 ||
+        map_ids(mounts->writable_fd, mapping_fd) < 0) {
         fail(failure, STEP_WRITABLE_LAYER);
+        goto undo;
+    }
+    mounts->furniture_fd = clone_furniture(mounts->writable_fd);
+    if (mounts->furniture_fd < 0) {
+        fail(failure, STEP_DEV_MOUNT);
         goto undo;
     }
     mounts->shared_fd = open_tree(mounts->writable_fd, "shm", OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC);
@@ -161,12 +191,13 @@ int mount_root(const struct spawner_request *request, const int *layer_fds, int 
         fail(failure, STEP_SHM_MOUNT);
         goto undo;
     }
-    mounts->overlay_fd = make_overlay(request, layer_fds, mapping_fd, mounts->writable_fd, failure);
+    mounts->overlay_fd = make_overlay(request, layer_fds, mapping_fd, mounts, failure);
     if (mounts->overlay_fd >= 0)
         return 0;
 undo:
     close_if_open(mounts->shared_fd);
+    close_if_open(mounts->furniture_fd);
     close_if_open(mounts->writable_fd);
-    mounts->shared_fd = mounts->writable_fd = -1;
+    mounts->shared_fd = mounts->furniture_fd = mounts->writable_fd = -1;
     return -1;
 }

@@ -10,6 +10,7 @@
 #include <sys/vfs.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
+#include <linux/magic.h>
 
 /* Freeing this much takes a millisecond or two. */
 #define LARGE_LAYER_BYTES (16ULL << 20)
@@ -131,24 +132,25 @@ int slot_warm(struct slot *slot, uint32_t base_id, int own_network_fd, struct fa
     return 0;
 }
 
-/* Whether the loopback device of this thread's network namespace ever carried a packet. */
-static bool loopback_was_used(void)
+/* Whether this thread's network namespace was ever connected, or its loopback device carried a packet. */
+static bool network_was_used(void)
 {
-    char text[1024];
+    char text[4096];
     unsigned long long bytes, packets;
     int fd = open("/proc/self/net/dev", O_RDONLY | O_CLOEXEC);
     ssize_t size = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
     close_if_open(fd);
     text[size < 0 ? 0 : size] = 0;
+    /* The daemon connects a sandbox by a device of this name, which goes with the namespace. */
     const char *loopback = strstr(text, "lo:");
-    return !loopback || sscanf(loopback, "lo: %llu %llu", &bytes, &packets) != 2 || packets > 0;
+    return !loopback || strstr(text, "eth0:") || sscanf(loopback, "lo: %llu %llu", &bytes, &packets) != 2 || packets > 0;
 }
 
 void slot_renew_network(struct slot *slot, int own_network_fd)
 {
     if (!slot->network_fd)
         return;
-    bool used = setns(slot->network_fd, CLONE_NEWNET) < 0 || loopback_was_used();
+    bool used = setns(slot->network_fd, CLONE_NEWNET) < 0 || network_was_used();
     if (setns(own_network_fd, CLONE_NEWNET) < 0)
         abort(); /* cannot fail for a process that has every capability; going on would be unsafe */
     if (used) {
@@ -160,7 +162,7 @@ void slot_renew_network(struct slot *slot, int own_network_fd)
 static bool is_large(int mount_fd)
 {
     struct statfs used;
-    return fstatfs(mount_fd, &used) == 0 &&
+    return fstatfs(mount_fd, &used) == 0 && used.f_type == TMPFS_MAGIC &&
            ((used.f_blocks - used.f_bfree) * (uint64_t)used.f_bsize > LARGE_LAYER_BYTES ||
             used.f_files - used.f_ffree > LARGE_LAYER_INODES);
 }
@@ -176,16 +178,21 @@ static _Noreturn void outlive_spawners_hold(int mount_fd, int released_fd)
     _exit(0);
 }
 
-void slot_release_layer(struct slot *slot)
+void release_mount(int mount_fd)
 {
-    int ends[2] = {-1, -1}, mount_fd = slot->writable_fd;
+    int ends[2] = {-1, -1};
 
-    slot->writable_fd = 0;
-    if (!mount_fd)
-        return;
     if (is_large(mount_fd) && pipe2(ends, O_CLOEXEC) == 0 && fork() == 0)
         outlive_spawners_hold(mount_fd, ends[0]);
     close(mount_fd);
     close_if_open(ends[0]);
     close_if_open(ends[1]);
+}
+
+void slot_release_layer(struct slot *slot)
+{
+    int mount_fd = slot->writable_fd;
+    slot->writable_fd = 0;
+    if (mount_fd)
+        release_mount(mount_fd);
 }

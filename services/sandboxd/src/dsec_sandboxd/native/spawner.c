@@ -14,6 +14,9 @@
 #include <stdlib.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <linux/magic.h>
 #include <linux/securebits.h>
 
 #define CHILD_TIMEOUT_MS 10000
@@ -44,13 +47,27 @@ static int refuse(struct failure *failure, int error)
     return fail(failure, STEP_PROTOCOL);
 }
 
+/* A tree that is mounted already: the root of a mount, a directory of a tmpfs. */
+static int copy_of_mount(int fd, struct failure *failure)
+{
+    struct statx status;
+    struct statfs file_system;
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_TYPE, &status) < 0 || fstatfs(fd, &file_system) < 0)
+        return fail(failure, STEP_LAYER_MOUNT);
+    if (!S_ISDIR(status.stx_mode) || !(status.stx_attributes & STATX_ATTR_MOUNT_ROOT) ||
+        file_system.f_type != TMPFS_MAGIC)
+        return refuse(failure, EINVAL);
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    return copy < 0 ? fail(failure, STEP_LAYER_MOUNT) : copy;
+}
+
 static int hold(const struct spawner_request *request, const int *fds, int count, struct failure *failure)
 {
     if (request->layer >= DSEC_LAYER_HANDLES || count != 1)
         return refuse(failure, EINVAL);
     if (layers[request->layer])
         return refuse(failure, EEXIST);
-    int mount_fd = mount_layer(fds[0], failure);
+    int mount_fd = request->flags & HOLD_IS_MOUNT ? copy_of_mount(fds[0], failure) : mount_layer(fds[0], failure);
     if (mount_fd < 0)
         return -1;
     mount_fd = make_long_lived(mount_fd);
@@ -65,7 +82,7 @@ static int drop(const struct spawner_request *request, struct failure *failure)
     if (request->layer >= DSEC_LAYER_HANDLES)
         return refuse(failure, EINVAL);
     if (layers[request->layer])
-        close(layers[request->layer]);
+        release_mount(layers[request->layer]);
     layers[request->layer] = 0;
     return 0;
 }
@@ -81,15 +98,21 @@ static int check_slot(const struct spawner_request *request, struct failure *fai
     return 0;
 }
 
+/* Whether it is one new entry of a directory. */
+static int is_name(const char *name, size_t capacity)
+{
+    return memchr(name, 0, capacity) && *name && strcmp(name, ".") && strcmp(name, "..") && !strchr(name, '/');
+}
+
 static int check_create(const struct spawner_request *request, int *layer_fds, int count, struct failure *failure)
 {
     if (check_slot(request, failure) < 0)
         return -1;
-    int with_run = request->flags & CREATE_HAS_RUN_MOUNT ? 1 : 0;
     if (request->layer_count < 1 || request->layer_count > DSEC_LAYERS_MAX ||
         request->controller_count > DSEC_CONTROLLERS_MAX ||
-        count != 1 + (int)request->controller_count + with_run ||
-        !memchr(request->hostname, 0, sizeof request->hostname) || !request->disk_bytes || !request->inodes)
+        count != 1 + (int)request->controller_count + EXTRA_MOUNTS(request) ||
+        !memchr(request->hostname, 0, sizeof request->hostname) || !request->disk_bytes || !request->inodes ||
+        !is_name(request->cgroup, sizeof request->cgroup) || request->settings_bytes > sizeof request->settings)
         return refuse(failure, EINVAL);
     for (uint32_t i = 0; i < request->layer_count; i++) {
         if (request->layers[i] >= DSEC_LAYER_HANDLES || !layers[request->layers[i]])
@@ -158,7 +181,7 @@ static int wait_for_child(int host_end, int pidfd)
 
 /* Let the child go on once its ids are mapped and its root is made. */
 static int release_child(const struct spawner_request *request, const int *layer_fds, const struct slot *slot,
-                         pid_t pid, int pidfd, int host_end, int run_fd, struct sandbox_mounts *mounts,
+                         pid_t pid, int pidfd, int host_end, const int *extra_fds, struct sandbox_mounts *mounts,
                          struct failure *failure)
 {
     char map[64];
@@ -169,7 +192,9 @@ static int release_child(const struct spawner_request *request, const int *layer
         return fail(failure, STEP_OOM_SCORE);
     if (mount_root(request, layer_fds, slot->mapping_fd, mounts, failure) < 0)
         return -1;
-    int fds[3] = {mounts->overlay_fd, mounts->shared_fd, run_fd};
+    int fds[6] = {mounts->overlay_fd, mounts->shared_fd, mounts->writable_fd, mounts->furniture_fd};
+    for (int i = 0; i < EXTRA_MOUNTS(request); i++)
+        fds[4 + i] = extra_fds[i];
     struct control_reply ready;
     int none[DSEC_DESCRIPTORS_MAX], count;
     if (wait_for_child(host_end, pidfd) < 0)
@@ -182,38 +207,33 @@ static int release_child(const struct spawner_request *request, const int *layer
         errno = ready.error;
         return fail(failure, (enum dsec_step)ready.step);
     }
-    if (packet_send(host_end, "g", 1, fds, run_fd >= 0 ? 3 : 2, 0) < 0)
+    if (packet_send(host_end, "g", 1, fds, 4 + EXTRA_MOUNTS(request), 0) < 0)
         return fail(failure, STEP_HANDSHAKE);
     return 0;
 }
 
-static int create(const struct spawner_request *request, const int *fds, int count,
-                  struct spawner_reply *reply, int *reply_fds, struct failure *failure)
+/* Make the process in cgroups that are there, and all that it has. */
+static int give_birth(const struct spawner_request *request, const int *layer_fds, const struct groups *groups,
+                      const int *extra_fds, struct spawner_reply *reply, int *reply_fds, struct failure *failure)
 {
-    int layer_fds[DSEC_LAYERS_MAX];
     int ends[2] = {-1, -1}, pidfd = -1;
-    struct sandbox_mounts mounts = {-1, -1, -1};
-
-    if (check_create(request, layer_fds, count, failure) < 0)
-        return -1;
+    struct sandbox_mounts mounts = {-1, -1, -1, -1};
     struct slot *slot = &slots[request->slot];
-    if (slot_warm(slot, request->base_id, host.own_network_fd, failure) < 0)
-        return -1;
+
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0)
         return fail(failure, STEP_CONTROL_SOCKET);
-
-    struct child_plan plan = {&host, request, ends[0], ends[1], fds + 1};
-    pid_t pid = clone_child(&plan, slot, fds[0], &pidfd, failure);
+    struct child_plan plan = {&host, request, ends[0], ends[1], groups->enter + 1};
+    pid_t pid = clone_child(&plan, slot, groups->directories[0], &pidfd, failure);
     int result = -1;
     if (pid > 0) {
-        int run_fd = request->flags & CREATE_HAS_RUN_MOUNT ? fds[count - 1] : -1;
-        result = release_child(request, layer_fds, slot, pid, pidfd, ends[1], run_fd, &mounts, failure);
+        result = release_child(request, layer_fds, slot, pid, pidfd, ends[1], extra_fds, &mounts, failure);
         if (result < 0)
             sys_pidfd_send_signal(pidfd, SIGKILL);
     }
     close(ends[0]);
     close_if_open(mounts.overlay_fd);
     close_if_open(mounts.shared_fd);
+    close_if_open(mounts.furniture_fd);
     if (result < 0) {
         close_if_open(mounts.writable_fd);
         close_if_open(pidfd);
@@ -229,6 +249,28 @@ static int create(const struct spawner_request *request, const int *fds, int cou
     return 0;
 }
 
+static int create(const struct spawner_request *request, const int *fds, int count,
+                  struct spawner_reply *reply, int *reply_fds, struct failure *failure)
+{
+    int layer_fds[DSEC_LAYERS_MAX];
+    struct groups groups;
+
+    if (check_create(request, layer_fds, count, failure) < 0 ||
+        slot_warm(&slots[request->slot], request->base_id, host.own_network_fd, failure) < 0)
+        return -1;
+    if (groups_make(request, fds, &groups, failure) < 0) {
+        reply->detail = groups.written;
+        return -1;
+    }
+    const int *extra_fds = fds + count - EXTRA_MOUNTS(request);
+    if (give_birth(request, layer_fds, &groups, extra_fds, reply, reply_fds, failure) < 0) {
+        groups_remove(request, fds, &groups);
+        return -1;
+    }
+    groups_close(&groups);
+    return 0;
+}
+
 static int release(const struct spawner_request *request, struct failure *failure)
 {
     if (request->slot >= DSEC_SLOTS_MAX)
@@ -237,6 +279,68 @@ static int release(const struct spawner_request *request, struct failure *failur
     slot_release_layer(slot);
     slot_renew_network(slot, host.own_network_fd);
     return 0;
+}
+
+/* Hold what an earlier spawner held of a sandbox that lives: its writable layer and its network namespace. */
+static int adopt(const struct spawner_request *request, const int *fds, int count, struct failure *failure)
+{
+    if (check_slot(request, failure) < 0)
+        return -1;
+    struct slot *slot = &slots[request->slot];
+    if (count != 2)
+        return refuse(failure, EINVAL);
+    if (slot->writable_fd)
+        return refuse(failure, EBUSY);
+    int writable_fd = fcntl(fds[0], F_DUPFD_CLOEXEC, LONG_LIVED_FD_MIN);
+    int network_fd = fcntl(fds[1], F_DUPFD_CLOEXEC, LONG_LIVED_FD_MIN);
+    if (writable_fd < 0 || network_fd < 0) {
+        fail(failure, STEP_WRITABLE_LAYER);
+        close_if_open(writable_fd);
+        close_if_open(network_fd);
+        return -1;
+    }
+    if (slot->network_fd)
+        close(slot->network_fd); /* made ahead of need; nobody has it */
+    slot->base_id = request->base_id;
+    slot->writable_fd = writable_fd;
+    slot->network_fd = network_fd;
+    return 0;
+}
+
+static int resize_made(const struct spawner_request *request, int count, struct failure *failure)
+{
+    if (check_slot(request, failure) < 0)
+        return -1;
+    const struct slot *slot = &slots[request->slot];
+    if (count != 0 || !request->disk_bytes || !request->inodes)
+        return refuse(failure, EINVAL);
+    if (!slot->writable_fd)
+        return refuse(failure, ESRCH);
+    return resize_writable(request, slot, failure);
+}
+
+static int snapshot(const struct spawner_request *request, const int *fds, int count, int *reply_fds,
+                    struct failure *failure)
+{
+    int layer_fds[DSEC_LAYERS_MAX];
+    const struct slot *slot = NULL;
+
+    if (count > 1 || request->layer_count > DSEC_LAYERS_MAX || !request->disk_bytes || !request->inodes ||
+        (count == 0 && !request->layer_count))
+        return refuse(failure, EINVAL);
+    if (count == 1) {
+        if (check_slot(request, failure) < 0)
+            return -1;
+        slot = &slots[request->slot];
+        if (!slot->writable_fd)
+            return refuse(failure, ESRCH);
+    }
+    for (uint32_t i = 0; i < request->layer_count; i++) {
+        if (request->layers[i] >= DSEC_LAYER_HANDLES || !layers[request->layers[i]])
+            return refuse(failure, ENOENT);
+        layer_fds[i] = layers[request->layers[i]];
+    }
+    return snapshot_begin(request, slot, layer_fds, count == 1 ? fds[0] : -1, reply_fds, failure);
 }
 
 /* Answer one request. Returns -1 when the daemon is gone. */
@@ -271,6 +375,15 @@ static int serve(int socket_fd)
             break;
         case SPAWNER_RELEASE:
             result = release(&request, &failure);
+            break;
+        case SPAWNER_ADOPT:
+            result = adopt(&request, fds, count, &failure);
+            break;
+        case SPAWNER_SNAPSHOT:
+            result = snapshot(&request, fds, count, reply_fds, &failure);
+            break;
+        case SPAWNER_RESIZE:
+            result = resize_made(&request, count, &failure);
             break;
         default:
             result = refuse(&failure, EPROTO);
@@ -307,6 +420,11 @@ int main(int argc, char **argv)
     prctl(PR_SET_NAME, "dsec-spawner");
     signal(SIGCHLD, SIG_IGN); /* children are watched by pidfd, nobody waits for them */
     signal(SIGINT, SIG_IGN);  /* a terminal's Ctrl-C is the daemon's to handle */
+    for (int number = 1; number <= 64; number++) {
+        struct kernel_signal_action action;
+        if (sys_signal_action(number, NULL, &action) == 0 && action.handler == (uint64_t)(uintptr_t)SIG_IGN)
+            host.ignored |= 1ULL << (number - 1);
+    }
     if (prctl(PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP) < 0)
         fail(&failure, STEP_NAMESPACE_TREE);
     else
@@ -316,7 +434,8 @@ int main(int argc, char **argv)
     if (!failure.error && (socket_fd = make_long_lived(socket_fd)) < 0)
         return 1;
 
-    struct spawner_reply hello = {.error = failure.error, .step = failure.step, .pid = getpid()};
+    struct spawner_reply hello = {.error = failure.error, .step = failure.step, .pid = getpid(),
+                                  .detail = DSEC_SPAWNER_PROTOCOL};
     if (packet_send(socket_fd, &hello, sizeof hello, NULL, 0, 0) < 0 || failure.error)
         return 1;
     while (serve(socket_fd) == 0)

@@ -61,6 +61,17 @@ static inline int sys_pidfd_send_signal(int pidfd, int signal_number)
     return (int)syscall(SYS_pidfd_send_signal, pidfd, signal_number, NULL, 0);
 }
 
+/* As the kernel has it. A C library neither tells of signals 32 to 34 nor sets them: they are its own. */
+struct kernel_signal_action {
+    uint64_t handler, flags, restorer, mask;
+};
+
+static inline int sys_signal_action(int number, const struct kernel_signal_action *action,
+                                    struct kernel_signal_action *before)
+{
+    return (int)syscall(SYS_rt_sigaction, number, action, before, sizeof action->mask);
+}
+
 static inline void close_if_open(int fd)
 {
     if (fd >= 0)

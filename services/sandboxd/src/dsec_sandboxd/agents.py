@@ -1,0 +1,72 @@
+"""The agents' side of the daemon, put together: rules, their enforcement, and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+
+from dsec_common import subjects
+from dsec_common.bus import Bus
+from dsec_common.bus_types import Request
+from dsec_common.wire.agent import GovernNode
+from dsec_common.wire.node import PlaceSandbox
+from dsec_common.wire.sandbox import SandboxCreated
+from dsec_sandboxd.agent_socket import AgentSocketServer
+from dsec_sandboxd.gate import Gate
+from dsec_sandboxd.governing import Governing
+from dsec_sandboxd.instance_reports import InstanceReports
+from dsec_sandboxd.lifecycle import Sandboxes
+from dsec_sandboxd.network.networks import Networks
+from dsec_sandboxd.ports import AgentSockets
+from dsec_sandboxd.records import SandboxRecord
+
+
+class Agents:
+    """What the service knows of agents."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        sandboxes: Sandboxes,
+        gate: Gate,
+        networks: Networks,
+        agent_sockets: AgentSockets,
+    ) -> None:
+        parts = sandboxes.parts
+        rates = agent_sockets if isinstance(agent_sockets, AgentSocketServer) else None
+        self._bus = bus
+        self._node = sandboxes.node
+        self._governing = Governing(sandboxes, parts.store.database, networks, rates)
+        self._reports = InstanceReports(self._node, bus, self._governing, parts.clock)
+        sandboxes.tell_lives(self._reports)
+        gate.check_awake = self._governing.check_awake
+        networks.governed = self._governing.network_of
+        self._governing.load()
+        self.check_awake = self._governing.check_awake
+
+    def recovered(self, adopted: Iterable[SandboxRecord]) -> None:
+        """Bring the sandboxes of an earlier daemon under the rules; it may not have got so far."""
+        for record in adopted:
+            if record.agent_version:
+                self._reports.began(record)
+
+    def placing(
+        self, place: Callable[[Request[PlaceSandbox]], Awaitable[SandboxCreated]]
+    ) -> Callable[[Request[PlaceSandbox]], Awaitable[SandboxCreated]]:
+        """Return ``place``, which learns of a placement's agent first."""
+
+        async def placed(request: Request[PlaceSandbox]) -> SandboxCreated:
+            self._governing.placing(request.message)
+            return await place(request)
+
+        return placed
+
+    async def serve(self, spawn: Callable[[Coroutine[object, object, None], str], None]) -> None:
+        """Take what schedulers say of agents, and begin to report."""
+        await self._bus.serve(
+            subjects.node_request(self._node, "govern"), GovernNode, self._governing.govern
+        )
+        spawn(self._reports.run(), "report instances")
+
+    async def close(self) -> None:
+        """Finish what is being enforced."""
+        await self._governing.close()

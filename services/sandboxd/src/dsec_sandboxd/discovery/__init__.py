@@ -1,0 +1,1 @@
+"""What this machine is made of: GPUs through NVML, processors, memory, disk."""

@@ -1,0 +1,186 @@
+"""Commands of a node, put together: one-shots, started execs, and where both are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from dsec_common.bus_types import Request
+from dsec_common.clock import Clock
+from dsec_common.wire.base import Message
+from dsec_common.wire.exec import (
+    AddArguments,
+    CancelExec,
+    InspectExec,
+    ListExecs,
+    ReadExec,
+    ResizeExec,
+    SignalExec,
+    StartExec,
+    WriteStdin,
+)
+from dsec_common.wire.sandbox import ExecCommand, ExecResult
+from dsec_sandboxd.commands import Commands
+from dsec_sandboxd.config import SandboxdConfig
+from dsec_sandboxd.exec_arguments import ArgumentLists
+from dsec_sandboxd.exec_doors import ExecDoors
+from dsec_sandboxd.exec_store import ExecStore
+from dsec_sandboxd.exec_table import ExecTable
+from dsec_sandboxd.gate import Gate
+from dsec_sandboxd.kernel.interface import Kernel
+from dsec_sandboxd.lifecycle import local_of
+from dsec_sandboxd.making import Maker
+from dsec_sandboxd.one_shots import OneShots
+from dsec_sandboxd.ports import Uses
+from dsec_sandboxd.state import NodeState
+from dsec_sandboxd.step_log import StepLog
+
+Serve = Callable[..., Awaitable[Any]]
+_Verb = tuple[str, type[Message], Callable[[Any], Awaitable[Any]]]
+
+
+class _Uses:
+    def __init__(self, late: Callable[[], Uses]) -> None:
+        self._late = late
+
+    def began(self, local: str) -> None:
+        self._late().began(local)
+
+    def ended(self, local: str) -> None:
+        self._late().ended(local)
+
+
+class ExecService:
+    """Everything about commands that the daemon's shell has to hold.
+
+    Attributes:
+        commands: runs one-shots.
+        table: knows the started execs.
+    """
+
+    def __init__(
+        self,
+        config: SandboxdConfig,
+        state: NodeState,
+        kernel: Kernel,
+        steps: StepLog,
+        uses: Callable[[], Gate],
+        *,
+        clock: Clock,
+        run_path: Path,
+    ) -> None:
+        store = ExecStore(
+            run_path / "execs",
+            size_bytes=config.exec_memory_bytes,
+            output_bytes=config.exec_output_bytes,
+        )
+        self.table = ExecTable(
+            kernel,
+            store,
+            _Uses(uses),
+            kept_s=config.exec_kept_s,
+            kept_max=config.execs_kept_max,
+            execs_max=config.execs_max,
+        )
+        self._one_shots = OneShots(
+            self.table, kept_s=config.exec_kept_s, kept_bytes=config.exec_results_bytes
+        )
+        self.commands = Commands(
+            state,
+            kernel,
+            steps,
+            self.table,
+            self._one_shots,
+            end_known=lambda record: uses().end_known(record),
+            timeout_max_s=config.exec_timeout_max_s,
+        )
+        self._arguments = ArgumentLists(clock)
+        self._doors = ExecDoors(
+            state,
+            self.table,
+            self.commands,
+            steps,
+            self._arguments,
+            clock=clock,
+            timeout_max_s=config.exec_timeout_max_s,
+        )
+
+    def open(self, maker: Maker) -> None:
+        """Make the place for output; be told of sandboxes that end or are taken over.
+
+        Raises:
+            DsecError: naming the call that failed.
+        """
+        self.table.store.open()
+        maker.on_end(self.table, self._put_back)
+        maker.on_end(self._arguments)
+        maker.on_adoption(self.table)
+
+    async def serve(
+        self,
+        serve: Serve,
+        verb: Callable[[str], str],
+        inside: Callable[[Any], Any],
+        many: int,
+    ) -> None:
+        """Take requests. One that waits holds its place, so there are places for all of them."""
+        doors = self._doors
+        # It waits by itself for an adopted sandbox's commands.
+        run = self._unless_known(inside(self.commands.exec))
+        await serve(verb("exec"), ExecCommand, run, concurrency=many)
+        # What only looks at commands neither wakes a sandbox nor is a use of it.
+        looks: tuple[_Verb, ...] = (
+            ("read_exec", ReadExec, doors.read),
+            ("inspect_exec", InspectExec, doors.inspect),
+            ("list_execs", ListExecs, doors.list),
+        )
+        for name, kind, handler in looks:
+            await serve(verb(name), kind, self._adopted(handler), concurrency=many)
+        uses: tuple[_Verb, ...] = (
+            ("start_exec", StartExec, doors.start),
+            ("add_arguments", AddArguments, self._arguments.add),
+            ("write_stdin", WriteStdin, doors.write_stdin),
+            ("resize_exec", ResizeExec, doors.resize),
+            ("signal_exec", SignalExec, doors.signal),
+            ("cancel_exec", CancelExec, doors.cancel),
+        )
+        for name, kind, handler in uses:
+            await serve(verb(name), kind, inside(self._adopted(handler)), concurrency=many)
+
+    def _unless_known(
+        self, inside: Callable[[Request[ExecCommand]], Awaitable[ExecResult]]
+    ) -> Callable[[Request[ExecCommand]], Awaitable[ExecResult]]:
+        """Return ``inside`` for new commands; asking for the result of another wakes nothing."""
+
+        async def run(request: Request[ExecCommand]) -> ExecResult:
+            if self.commands.knows(local_of(request), request.message.message_id):
+                return await self.commands.exec(request)
+            return await inside(request)
+
+        return run
+
+    def _adopted(self, handler: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+        """Return ``handler`` for when the commands of an adopted sandbox are known."""
+
+        async def known(request: Any) -> Any:
+            await self.table.adopted(local_of(request))
+            return await handler(request)
+
+        return known
+
+    async def _put_back(self, local: str) -> None:
+        self._one_shots.put_back(local)
+        await self.table.sandbox_put_back(local)
+
+    def tick(self) -> None:
+        """Let time pass: what is kept long enough is forgotten."""
+        self.table.remove_old()
+        self._one_shots.remove_old()
+        self._arguments.remove_old()
+
+    def close(self, *, keep: bool) -> None:
+        """Let go of everything but what the kernel holds; with ``keep``, for a later daemon."""
+        if keep:
+            self.commands.leave()
+        self.table.close(keep=keep)

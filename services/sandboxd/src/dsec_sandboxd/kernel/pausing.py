@@ -1,0 +1,148 @@
+"""Stopping a sandbox's processes, and the time limits that stand still with them.
+
+Several may want a sandbox to stand still at once: its owner paused it, and a snapshot is being
+taken. It goes on when the last of them lets go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+from dsec_common.errors import DsecError
+from dsec_common.timers import Timer, timers_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from dsec_sandboxd.kernel.cgroups import Cgroup
+
+#: Why a sandbox stands still: each reason holds it once.
+PAUSED: Final = "paused"
+
+
+class Countdown:
+    """Calls back once, after seconds of which those do not count that it was held for.
+
+    Args:
+        delay_s: how long from now.
+        callback: called on the event loop.
+        held: begin held.
+    """
+
+    __slots__ = ("_callback", "_handle", "_left_s", "_loop")
+
+    def __init__(self, delay_s: float, callback: Callable[[], None], *, held: bool = False) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._left_s = delay_s
+        self._callback: Callable[[], None] | None = callback
+        self._handle: Timer | None = None
+        if not held:
+            self.go_on()
+
+    def hold(self) -> None:
+        """Stop counting. Idempotent."""
+        if self._handle is not None:
+            self._left_s = max(self._handle.when - self._loop.time(), 0.0)
+            self._handle.cancel()
+            self._handle = None
+
+    def go_on(self) -> None:
+        """Count on from where it was held. Idempotent."""
+        if self._handle is None and self._callback is not None:
+            self._handle = timers_of(self._loop).call_later(self._left_s, self._fire)
+
+    def cancel(self) -> None:
+        """Never call back any more. Idempotent."""
+        self._callback = None
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        callback, self._callback, self._handle = self._callback, None, None
+        if callback is not None:
+            callback()
+
+
+class Freezer:
+    """Stops a sandbox's processes for as long as anyone has a reason, and its time limits too."""
+
+    __slots__ = ("_borrowed", "_cgroup", "_counting", "_lock", "_reasons")
+
+    def __init__(self, cgroup: Cgroup) -> None:
+        self._cgroup = cgroup
+        self._reasons: set[str] = set()
+        self._counting: set[Countdown] = set()
+        self._lock = asyncio.Lock()
+        self._borrowed = 0
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the processes stand still."""
+        return bool(self._reasons)
+
+    def holds(self, reason: str) -> bool:
+        """Return whether this reason holds the sandbox."""
+        return reason in self._reasons
+
+    async def hold(self, reason: str) -> None:
+        """Stop every process; on return all stand still. Idempotent.
+
+        Raises:
+            DsecError: ``timeout`` when one is in a call that cannot be interrupted; the sandbox
+                then runs on.
+        """
+        async with self._lock:
+            if not self._reasons:
+                # Also where another process has done so: that may be about to let go.
+                await self._cgroup.freeze()
+                for countdown in self._counting:
+                    countdown.hold()
+            self._reasons.add(reason)
+
+    def release(self, reason: str) -> None:
+        """Let the processes go on unless another reason holds them. Idempotent.
+
+        Raises:
+            DsecError: ``not_found`` when the sandbox is gone.
+        """
+        if reason not in self._reasons:
+            return
+        if len(self._reasons) == 1:
+            if not self._borrowed:
+                self._cgroup.thaw()
+            for countdown in self._counting:
+                countdown.go_on()
+        self._reasons.discard(reason)
+
+    @asynccontextmanager
+    async def borrowed(self) -> AsyncIterator[None]:
+        """Leave stopping and letting go to another process while the context lasts.
+
+        Whatever that does, and should it be killed in the middle, the sandbox then stands still
+        only if somebody here has a reason.
+        """
+        self._borrowed += 1
+        try:
+            yield
+        finally:
+            self._borrowed -= 1
+            with contextlib.suppress(DsecError):  # it has ended meanwhile
+                if self._reasons:
+                    await self._cgroup.freeze()
+                elif not self._borrowed:
+                    self._cgroup.thaw()
+
+    def countdown(self, delay_s: float, callback: Callable[[], None]) -> Countdown:
+        """Return a countdown that stands still with the sandbox; see :meth:`forget`."""
+        made = Countdown(delay_s, callback, held=self.frozen)
+        self._counting.add(made)
+        return made
+
+    def forget(self, countdown: Countdown) -> None:
+        """Cancel a countdown. Idempotent."""
+        countdown.cancel()
+        self._counting.discard(countdown)

@@ -1,0 +1,1 @@
+"""What a sandbox may reach: policies, their enforcement by the node, and names."""

@@ -6,8 +6,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from dsec_broker.record import NodeRecord
+from dsec_broker.record import Lease, NodeRecord
 from dsec_common.errors import DsecError
+from dsec_common.metering import LeaseSegment
 from dsec_common.wire.base import Message
 
 
@@ -50,5 +51,36 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True):
     error: DsecError
 
 
+class Revoke(msgspec.Struct, frozen=True, kw_only=True):
+    """Tell the node that a lease which it still names is gone; it will be told again if need be."""
+
+    node: str
+    lease_id: str
+    reason: str
+
+
+class Alarm(msgspec.Struct, frozen=True, kw_only=True):
+    """Tell operators that a record which was just written breaks conservation."""
+
+    node: str
+    violations: tuple[str, ...]
+
+
+class Resize(msgspec.Struct, frozen=True, kw_only=True):
+    """Tell the node which slices a lease has now; it will be told again if need be."""
+
+    node: str
+    lease: Lease
+
+
+class TellSegments(msgspec.Struct, frozen=True, kw_only=True):
+    """Have the log keep what leases held; ``SegmentsTold`` follows once it does."""
+
+    node: str
+    segments: tuple[LeaseSegment, ...]
+
+
 Outcome: TypeAlias = Answer | Refuse
-Effect: TypeAlias = WriteRecord | ReadRecord | DeleteRecord | Outcome
+Effect: TypeAlias = (
+    WriteRecord | ReadRecord | DeleteRecord | Revoke | Resize | Alarm | TellSegments | Outcome
+)

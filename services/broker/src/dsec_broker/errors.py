@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from dsec_common.compute.model import GpuDemand, Slice
 from dsec_common.errors import DsecError, ErrorCode, invalid, not_found, unavailable
 
 
-def bad_amount(units: float) -> DsecError:
-    """Return the error for a grant of nothing, or of no number."""
-    return invalid(f"cannot lease {units!r} Compute Units: ask for more than 0", cu=units)
+def bad_demand(demand: GpuDemand) -> DsecError:
+    """Return the error for a grant of what makes no sense."""
+    return invalid(demand.flaw, min_cu=demand.min_cu, max_cu=demand.max_cu)
 
 
 def bad_ttl(ttl_s: float, most_s: float) -> DsecError:
@@ -16,6 +19,11 @@ def bad_ttl(ttl_s: float, most_s: float) -> DsecError:
         f"a lease cannot live {ttl_s!r} s: ask for more than 0 and at most {most_s:g} s",
         ttl_s=ttl_s,
     )
+
+
+def bad_limit(limit: int) -> DsecError:
+    """Return the error for a page of fewer than no nodes."""
+    return invalid(f"limit {limit} makes no sense: use 1 or more, or 0 for as many as fit")
 
 
 def node_unknown(node: str) -> DsecError:
@@ -40,28 +48,65 @@ def lease_gone(lease_id: str) -> DsecError:
     )
 
 
-def units_taken(node: str, asked: float, free: float, total: float) -> DsecError:
-    """Return the error for a node with too few free units; never retryable beyond its total."""
+def lease_of_another(lease_id: str) -> DsecError:
+    """Return the error for a grant under an id that another project's lease has."""
     return DsecError(
-        ErrorCode.EXHAUSTED,
-        f"node {node} has {free:g} of {total:g} Compute Units free, {asked:g} were asked for",
-        retryable=asked <= total,
-        retry_after_s=1.0 if asked <= total else 0.0,
-        details={"node": node, "cu": asked, "cu_free": free, "cu_total": total},
+        ErrorCode.CONFLICT,
+        f"lease {lease_id} is another project's; send the request under a message id of its own",
+        details={"lease_id": lease_id},
     )
 
 
-def no_node_has(asked: float, largest: float, *, ready: int) -> DsecError:
+def units_taken(
+    node: str, demand: GpuDemand, free_cu: float, total_cu: float, *, possible: bool
+) -> DsecError:
+    """Return the error for a node with too little free; retryable unless it never has enough."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"node {node} has {free_cu:g} of {total_cu:g} Compute Units free, {asked_text(demand)} "
+        f"were asked for{'' if possible else ', which it has not even with nothing taken'}",
+        retryable=possible,
+        retry_after_s=1.0 if possible else 0.0,
+        details={"node": node, "cu": demand.min_cu, "cu_free": free_cu, "cu_total": total_cu},
+    )
+
+
+def slices_taken(node: str, slices: Sequence[Slice]) -> DsecError:
+    """Return the error for a grant of just these slices, when they are not all free."""
+    wanted = ", ".join(f"{slice_.percent} % of {slice_.place}" for slice_ in slices)
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"node {node} cannot give just {wanted}: not all of that is free any more; look again",
+        retryable=True,
+        details={"node": node},
+    )
+
+
+def no_node_has(demand: GpuDemand, largest_cu: float, *, ready: int, possible: bool) -> DsecError:
     """Return the error for a grant on any node that none can give."""
     if not ready:
         return unavailable(
             "no node is ready: start sandboxd on a machine with GPUs, or wait for its heartbeat"
         )
-    possible = asked <= largest
     return DsecError(
         ErrorCode.EXHAUSTED,
-        f"no node has {asked:g} Compute Units free; the largest has {largest:g} in all",
+        f"no node has {asked_text(demand)} Compute Units free"
+        f"{'' if possible else ', even with nothing taken'}; the largest has {largest_cu:g} in all",
         retryable=possible,
         retry_after_s=1.0 if possible else 0.0,
-        details={"cu": asked, "cu_largest": largest},
+        details={"cu": demand.min_cu, "cu_largest": largest_cu},
     )
+
+
+def asked_text(demand: GpuDemand) -> str:
+    """Return a demand in words."""
+    parts = [f"{demand.min_cu:g}"]
+    if demand.count:
+        parts.append(f"on {demand.count} cards")
+    if demand.same_island:
+        parts.append("of one NVLink island")
+    if demand.models:
+        parts.append(f"of model {' or '.join(demand.models)}")
+    if demand.memory_bytes:
+        parts.append(f"with {demand.memory_bytes} bytes of GPU memory")
+    return " ".join(parts)

@@ -8,6 +8,7 @@ import msgspec
 
 from dsec_broker.record import NodeRecord
 from dsec_common.errors import DsecError
+from dsec_common.wire.lease import GrantLease
 from dsec_common.wire.node import NodeHeartbeat
 
 
@@ -26,17 +27,13 @@ class HeartbeatSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrantAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """Someone asks for units; on any node when ``node`` is empty.
+    """Someone asks for slices; on any node when ``asked.node`` is empty.
 
-    ``local`` is fresh, and becomes the second token of the lease's id.
+    ``local`` becomes the second token of the lease's id: the same whenever the same is asked again.
     """
 
     request_id: int
-    project: str
-    holder: str
-    cu: float
-    node: str
-    ttl_s: float
+    asked: GrantLease
     local: str
     at: Moment
 
@@ -55,6 +52,28 @@ class ReleaseAsked(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: int
     lease_id: str
+    at: Moment
+
+
+class TransferAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """Someone hands a lease to another holder, under a new id that ends in ``local``."""
+
+    request_id: int
+    lease_id: str
+    holder: str
+    ttl_s: float
+    local: str
+    at: Moment
+
+
+class UnlockAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """Someone ends a project's leases on one node by force: one, or all with an empty id."""
+
+    request_id: int
+    project: str
+    node: str
+    lease_id: str
+    reason: str
     at: Moment
 
 
@@ -98,9 +117,33 @@ class SweepDue(msgspec.Struct, frozen=True, kw_only=True):
     at: Moment
 
 
-Ask: TypeAlias = GrantAsked | RenewAsked | ReleaseAsked
+class ResizeAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """The cluster's balance wants leases of one node to have so many units, by their ids."""
+
+    node: str
+    targets: dict[str, float]
+    reason: str
+    at: Moment
+
+
+class SegmentsTold(msgspec.Struct, frozen=True, kw_only=True):
+    """The log keeps these segments of a node's leases now."""
+
+    node: str
+    keys: tuple[tuple[str, int], ...]
+
+
+Ask: TypeAlias = GrantAsked | RenewAsked | ReleaseAsked | TransferAsked | UnlockAsked
 """What is answered."""
 
 Event: TypeAlias = (
-    HeartbeatSeen | Ask | RecordSeen | RecordWritten | RecordRead | StoreFailed | SweepDue
+    HeartbeatSeen
+    | Ask
+    | ResizeAsked
+    | RecordSeen
+    | RecordWritten
+    | RecordRead
+    | StoreFailed
+    | SweepDue
+    | SegmentsTold
 )

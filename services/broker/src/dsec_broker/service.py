@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import ClassVar, Final, assert_never
 
 import msgspec
@@ -13,7 +15,19 @@ import structlog
 
 from dsec_broker import metrics
 from dsec_broker.config import BrokerConfig
-from dsec_broker.effects import Answer, DeleteRecord, ReadRecord, Refuse, WriteRecord
+from dsec_broker.effects import (
+    Alarm,
+    Answer,
+    DeleteRecord,
+    ReadRecord,
+    Refuse,
+    Resize,
+    Revoke,
+    TellSegments,
+    WriteRecord,
+)
+from dsec_broker.elastic import ProvidedNode
+from dsec_broker.elastic_keeper import ElasticKeeper
 from dsec_broker.events import (
     Ask,
     Event,
@@ -25,19 +39,42 @@ from dsec_broker.events import (
     RecordWritten,
     ReleaseAsked,
     RenewAsked,
+    ResizeAsked,
+    SegmentsTold,
     StoreFailed,
     SweepDue,
+    TransferAsked,
+    UnlockAsked,
 )
+from dsec_broker.lease_events import LeaseEvents
+from dsec_broker.listing import leases_page, page_of
+from dsec_broker.metering import key_of
 from dsec_broker.record import NodeRecord
 from dsec_broker.state import BrokerState
+from dsec_broker.turns import Turns
 from dsec_common import subjects
 from dsec_common.bus import KeyValue, Request
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError, ErrorCode, unavailable
+from dsec_common.log import KafkaConfig, LogConfig, LogProducer
+from dsec_common.metering import encode_segment
 from dsec_common.retry import until_available
 from dsec_common.service import Service
-from dsec_common.wire.base import Message, new_id
-from dsec_common.wire.lease import GrantLease, ReleaseLease, RenewLease
+from dsec_common.subjects import ScopedId
+from dsec_common.wire.base import Message
+from dsec_common.wire.lease import (
+    ForceUnlock,
+    GrantLease,
+    LeaseList,
+    LeaseRevoked,
+    LeasesUnlocked,
+    ListLeases,
+    ReleaseLease,
+    RenewLease,
+    RevokeLease,
+    TransferLease,
+    UnlockedLease,
+)
 from dsec_common.wire.node import InspectNode, ListNodes, NodeHeartbeat, NodeInfo, NodeList
 
 log = structlog.get_logger()
@@ -57,7 +94,11 @@ class BrokerService(Service[BrokerConfig]):
         self._ids = itertools.count(1)
         self._asking: dict[int, asyncio.Future[Message]] = {}
         self._loaded = asyncio.Event()
+        self._turns = Turns()
         self._records: KeyValue[NodeRecord]
+        self._events: LeaseEvents
+        self._elastic: ElasticKeeper
+        self._log: LogProducer | None = None
 
     # --- The life cycle -----------------------------------------------------------------------
 
@@ -68,9 +109,28 @@ class BrokerService(Service[BrokerConfig]):
             lambda: self.bus.kv(BUCKET, NodeRecord, replicas=self.config.replicas),
             self.clock,
         )
+        self._events = LeaseEvents(self.bus)
+        await self._open_log()
+        self._elastic = ElasticKeeper(
+            self.config, self.bus, self.clock, cluster=self, spawn=self.spawn
+        )
+        await self._elastic.open()
         await self.bus.register(
             "dsec-broker", version("dsec"), "Nodes, Compute Units and leases on them"
         )
+
+    async def _open_log(self) -> None:
+        if not self.config.meters:
+            log.warning("what leases hold is not metered: kafka_bootstrap is not set")
+            return
+        self._log = LogProducer(
+            LogConfig(
+                kafka=KafkaConfig(bootstrap_servers=self.config.kafka_bootstrap),
+                spool_directory=str(Path(self.config.state_directory) / "log-spool"),
+            ),
+            f"broker-{os.getpid()}",
+        )
+        await self._log.start()
 
     async def recover(self) -> None:
         """Load every record, so that no lease of an earlier life is granted again."""
@@ -84,14 +144,28 @@ class BrokerService(Service[BrokerConfig]):
         await bus.serve(subjects.lease("grant"), GrantLease, self._grant, queue=QUEUE)
         await bus.serve(subjects.lease("renew"), RenewLease, self._renew, queue=QUEUE)
         await bus.serve(subjects.lease("release"), ReleaseLease, self._release, queue=QUEUE)
+        await bus.serve(subjects.lease("transfer"), TransferLease, self._transfer, queue=QUEUE)
+        await bus.serve(subjects.lease("list"), ListLeases, self._list_leases, queue=QUEUE)
+        await bus.serve(
+            subjects.any_project("lease.force_unlock"), ForceUnlock, self._unlock, queue=QUEUE
+        )
         await bus.serve(subjects.any_project("node.list"), ListNodes, self._list, queue=QUEUE)
         await bus.serve(
             subjects.any_project("node.inspect"), InspectNode, self._inspect, queue=QUEUE
         )
         self.spawn(self._sweep(), "sweep")
+        self.spawn(self._elastic.run(), "balance the cluster")
+        self._measure()
+
+    async def quiesce(self) -> None:
+        """Let another broker balance the cluster."""
+        if hasattr(self, "_elastic"):
+            await self._elastic.close()
 
     async def close(self) -> None:
         """Tell those who still wait; the records themselves are in the bucket."""
+        if self._log is not None:
+            await self._log.stop()
         for asking in self._asking.values():
             if not asking.done():
                 asking.set_exception(unavailable("the broker is stopping; ask again"))
@@ -107,17 +181,27 @@ class BrokerService(Service[BrokerConfig]):
 
     async def _grant(self, request: Request[GrantLease]) -> Message:
         asked = request.message
-        project = subjects.validate_project(asked.project)
+        subjects.validate_project(asked.project)
+        # Sent again, it is the same lease.
+        local = subjects.validate_local(asked.message_id)
         return await self._ask(
             "grant",
             lambda request_id: GrantAsked(
+                request_id=request_id, asked=asked, local=local, at=self._now()
+            ),
+        )
+
+    async def _transfer(self, request: Request[TransferLease]) -> Message:
+        asked = request.message
+        local = subjects.validate_local(asked.message_id)
+        return await self._ask(
+            "transfer",
+            lambda request_id: TransferAsked(
                 request_id=request_id,
-                project=project,
+                lease_id=asked.lease_id,
                 holder=asked.holder,
-                cu=asked.cu,
-                node=asked.node,
                 ttl_s=asked.ttl_s,
-                local=new_id(),
+                local=local,
                 at=self._now(),
             ),
         )
@@ -140,8 +224,44 @@ class BrokerService(Service[BrokerConfig]):
             ),
         )
 
-    async def _list(self, _: Request[ListNodes]) -> NodeList:
-        found = self._core.nodes(self._now())
+    async def _unlock(self, request: Request[ForceUnlock]) -> LeasesUnlocked:
+        """End leases of the asking project: those of its own connection, never another's."""
+        asked, project = request.message, subjects.project_of(request.subject)
+        if asked.lease_id:
+            names = [ScopedId.parse(asked.lease_id, "lease id").owner]
+        else:
+            names = [asked.node] if asked.node else self._core.names
+        unlocked = LeasesUnlocked(cause_id=asked.message_id, reason=asked.reason)
+        for node in names:
+            ended = await self._unlock_on(node, project, asked)
+            unlocked = msgspec.structs.replace(unlocked, leases=unlocked.leases + ended)
+        return unlocked
+
+    async def _unlock_on(
+        self, node: str, project: str, asked: ForceUnlock
+    ) -> tuple[UnlockedLease, ...]:
+        reply = await self._ask(
+            "force_unlock",
+            lambda request_id: UnlockAsked(
+                request_id=request_id,
+                project=project,
+                node=node,
+                lease_id=asked.lease_id,
+                reason=asked.reason,
+                at=self._now(),
+            ),
+        )
+        if not isinstance(reply, LeasesUnlocked) or not reply.leases:
+            return ()
+        event = msgspec.structs.replace(reply, cause_id=asked.message_id)
+        await self._events.unlocked(project, node, event)
+        return reply.leases
+
+    async def _list_leases(self, request: Request[ListLeases]) -> LeaseList:
+        return leases_page(self._core.leases(self._now()), request.message)
+
+    async def _list(self, request: Request[ListNodes]) -> NodeList:
+        found = page_of(self._core.nodes(self._now()), request.message)
         return msgspec.structs.replace(
             found, nodes=tuple(_for_projects(info) for info in found.nodes)
         )
@@ -154,6 +274,7 @@ class BrokerService(Service[BrokerConfig]):
             if entry is None:
                 self._loaded.set()
                 continue
+            self._turns.saw(entry.key, entry.revision, self.clock.monotonic())
             self._handle(
                 RecordSeen(
                     node=entry.key, record=entry.value, revision=entry.revision, at=self._now()
@@ -164,7 +285,20 @@ class BrokerService(Service[BrokerConfig]):
         while True:
             await self.clock.sleep(self.config.sweep_interval_s)
             self._handle(SweepDue(at=self._now()))
-            self._measure()
+
+    # --- For the elastic engine ---------------------------------------------------------------
+
+    def ready_records(self) -> list[NodeRecord]:
+        """Return the records of the nodes that take leases."""
+        return list(self._core.ready_records(self._now()))
+
+    def provided(self, provider: str) -> list[ProvidedNode]:
+        """Return the living nodes of a node provider."""
+        return list(self._core.provided(provider, self._now()))
+
+    def resize(self, node: str, targets: dict[str, float], reason: str) -> None:
+        """Have leases of a node get so many units."""
+        self._handle(ResizeAsked(node=node, targets=targets, reason=reason, at=self._now()))
 
     # --- Through the core ---------------------------------------------------------------------
 
@@ -186,7 +320,9 @@ class BrokerService(Service[BrokerConfig]):
             del self._asking[request_id]
             metrics.REQUESTS.labels(verb, outcome).inc()
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:  # noqa: C901  one case per kind of effect
+        if isinstance(event, RecordSeen | RecordWritten | RecordRead):
+            self._elastic.wake()
         for effect in self._core.handle(event):
             match effect:
                 case Answer() | Refuse():
@@ -197,8 +333,30 @@ class BrokerService(Service[BrokerConfig]):
                     self.spawn(self._read(effect.node), f"read {effect.node}")
                 case DeleteRecord():
                     self.spawn(self._forget(effect), f"forget {effect.node}")
+                case Revoke():
+                    self.spawn(self._revoke(effect), f"revoke {effect.lease_id}")
+                case Resize():
+                    self.spawn(self._elastic.tell(effect), f"resize {effect.lease.lease_id}")
+                case Alarm():
+                    self.spawn(self._events.alarm(effect), f"alarm {effect.node}")
+                case TellSegments():
+                    self.spawn(self._tell(effect), f"tell of {effect.node}")
                 case _:
                     assert_never(effect)
+
+    async def _tell(self, effect: TellSegments) -> None:
+        if self._log is None:
+            return
+        try:
+            for segment in effect.segments:
+                self._log.append_raw(*encode_segment(segment))
+            await self._log.durable()
+        except DsecError as error:
+            # They stay in the record, and are told of at a later sweep.
+            log.warning("the log does not take what was held", error=str(error))
+            return
+        keys = tuple(map(key_of, effect.segments))
+        self._handle(SegmentsTold(node=effect.node, keys=keys))
 
     def _answer(self, effect: Answer | Refuse) -> None:
         asking = self._asking.get(effect.request_id)
@@ -210,13 +368,17 @@ class BrokerService(Service[BrokerConfig]):
             asking.set_exception(effect.error)
 
     async def _write(self, effect: WriteRecord) -> None:
+        if wait_s := self._turns.begin(effect.node, self.clock.monotonic()):
+            await self.clock.sleep(wait_s)
         try:
             if effect.revision:
                 revision = await self._records.update(effect.node, effect.record, effect.revision)
             else:
                 revision = await self._records.create(effect.node, effect.record)
         except DsecError as error:
-            if error.code is ErrorCode.CONFLICT:
+            conflict = error.code is ErrorCode.CONFLICT
+            self._turns.lost(effect.node, self.clock.monotonic(), conflict=conflict)
+            if conflict:
                 metrics.WRITES.labels("lost").inc()
                 await self._read(effect.node)
                 return
@@ -224,6 +386,7 @@ class BrokerService(Service[BrokerConfig]):
             self._store_failed(effect.node, error)
             return
         metrics.WRITES.labels("written").inc()
+        self._turns.won(effect.node, revision, self.clock.monotonic())
         self._handle(RecordWritten(node=effect.node, revision=revision, at=self._now()))
 
     async def _read(self, node: str) -> None:
@@ -252,13 +415,28 @@ class BrokerService(Service[BrokerConfig]):
             return
         log.info("forgot a silent node", node=effect.node)
 
+    async def _revoke(self, effect: Revoke) -> None:
+        message = RevokeLease(lease_id=effect.lease_id, reason=effect.reason)
+        try:
+            await self.bus.request(
+                subjects.node_request(effect.node, "revoke"), message, LeaseRevoked
+            )
+        except DsecError as error:
+            # The node's next heartbeat that names the lease brings it up again.
+            log.warning("a node did not hear of a lease's end", node=effect.node, error=str(error))
+
     def _measure(self) -> None:
-        found = self._core.nodes(self._now())
-        ready = sum(info.ready for info in found.nodes)
-        metrics.NODES.labels("true").set(ready)
-        metrics.NODES.labels("false").set(len(found.nodes) - ready)
-        metrics.CU_TOTAL.set(found.cu_total)
-        metrics.CU_ALLOCATED.set(found.cu_allocated)
+        """Have the gauges count when they are read."""
+
+        def nodes() -> NodeList:
+            return self._core.nodes(self._now())
+
+        metrics.NODES.labels("true").set_function(lambda: sum(it.ready for it in nodes().nodes))
+        metrics.NODES.labels("false").set_function(
+            lambda: sum(not it.ready for it in nodes().nodes)
+        )
+        metrics.CU_TOTAL.set_function(lambda: nodes().cu_total)
+        metrics.CU_ALLOCATED.set_function(lambda: nodes().cu_allocated)
 
 
 def _for_projects(info: NodeInfo) -> NodeInfo:

@@ -1,0 +1,113 @@
+"""What is asked about one node's leases: worked into its books, and answered. Pure."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from dsec_broker.books import Books
+from dsec_broker.effects import Answer, Outcome, Refuse
+from dsec_broker.errors import lease_gone, node_not_ready
+from dsec_broker.events import (
+    Ask,
+    GrantAsked,
+    HeartbeatSeen,
+    Moment,
+    ReleaseAsked,
+    RenewAsked,
+    ResizeAsked,
+    SweepDue,
+    TransferAsked,
+    UnlockAsked,
+)
+from dsec_broker.record import Lease
+from dsec_common.errors import DsecError
+from dsec_common.wire.lease import (
+    LeaseGranted,
+    LeaseReleased,
+    LeaseRenewed,
+    LeasesUnlocked,
+    UnlockedLease,
+)
+
+
+def refuse(request_id: int, error: DsecError) -> Outcome:
+    """Return the answer that is an error."""
+    return Refuse(request_id=request_id, error=error)
+
+
+def apply_ask(books: Books, ask: Ask, at: Moment) -> Outcome:
+    """Change the books as asked and return the answer, which is true once they are written.
+
+    Raises:
+        DsecError: why not; the books are as they were.
+    """
+    match ask:
+        case GrantAsked():
+            lease = books.grant(f"{books.node}.{ask.local}", ask.asked, at.unix_s)
+            return Answer(request_id=ask.request_id, reply=_granted(books.node, lease))
+        case RenewAsked():
+            lease = books.renew(ask.lease_id, at.unix_s, ask.ttl_s)
+            renewed = LeaseRenewed(lease_id=lease.lease_id, expires_at=lease.expires_at)
+            return Answer(request_id=ask.request_id, reply=renewed)
+        case TransferAsked():
+            lease = books.transfer(
+                ask.lease_id, f"{books.node}.{ask.local}", ask.holder, at.unix_s, ask.ttl_s
+            )
+            return Answer(request_id=ask.request_id, reply=_granted(books.node, lease))
+        case ReleaseAsked():
+            books.release(ask.lease_id)
+            released = LeaseReleased(lease_id=ask.lease_id)
+            return Answer(request_id=ask.request_id, reply=released)
+        case UnlockAsked():
+            ended = books.unlock(ask.project, ask.lease_id, ask.reason)
+            unlocked = LeasesUnlocked(leases=tuple(map(_unlocked, ended)), reason=ask.reason)
+            return Answer(request_id=ask.request_id, reply=unlocked)
+        case _:
+            assert_never(ask)
+
+
+def _granted(node: str, lease: Lease) -> LeaseGranted:
+    return LeaseGranted(
+        lease_id=lease.lease_id,
+        node=node,
+        cu=lease.cu,
+        expires_at=lease.expires_at,
+        token=lease.token,
+        slices=lease.slices,
+    )
+
+
+def _unlocked(lease: Lease) -> UnlockedLease:
+    return UnlockedLease(
+        lease_id=lease.lease_id,
+        holder=lease.holder,
+        cu=lease.cu,
+        token=lease.token,
+        granted_at=lease.granted_at,
+        slices=lease.slices,
+    )
+
+
+def is_doubtful(books: Books | None, change: Ask | HeartbeatSeen | SweepDue | ResizeAsked) -> bool:
+    """Return whether a change ends what this broker may not have heard of yet."""
+    if isinstance(change, UnlockAsked):
+        return True
+    if not isinstance(change, ReleaseAsked):
+        return False
+    return books is None or books.lease(change.lease_id) is None
+
+
+def outcome_without_record(node: str, ask: Ask) -> Outcome:
+    """Return what a request about a node without a record gets."""
+    match ask:
+        case GrantAsked():
+            return refuse(ask.request_id, node_not_ready(node, "it is not known yet"))
+        case RenewAsked() | TransferAsked():
+            return refuse(ask.request_id, lease_gone(ask.lease_id))
+        case UnlockAsked():
+            return Answer(request_id=ask.request_id, reply=LeasesUnlocked(reason=ask.reason))
+        case ReleaseAsked():
+            # Nothing holds the units: what was asked for is so.
+            return Answer(request_id=ask.request_id, reply=LeaseReleased(lease_id=ask.lease_id))
+        case _:
+            assert_never(ask)

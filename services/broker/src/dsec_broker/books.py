@@ -1,0 +1,324 @@
+"""One node's record while it is being changed.
+
+The record itself is a value that is compared, written and sent about. Working on it means looking
+up leases and free slices, which is done in an index that is kept here from one change to the next:
+a grant costs the same on a node with one card as on one with a hundred.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from dsec_broker.errors import bad_demand, lease_gone, lease_of_another, slices_taken, units_taken
+from dsec_broker.metering import PriceOf, between, is_any_due, key_of
+from dsec_broker.record import Lease, NodeRecord, Revoked, cu_total, lasting
+from dsec_broker.shares import make_room
+from dsec_common.compute.model import Card, GpuDemand, Slice
+from dsec_common.compute.slice_pool import SlicePool
+from dsec_common.wire.lease import GrantLease
+from dsec_common.wire.node import NodeHeartbeat
+
+
+class Books:
+    """A record taken apart. Changes raise before they have changed anything.
+
+    Attributes:
+        dirty: whether :meth:`record` differs from the record that it was made of.
+    """
+
+    def __init__(self, record: NodeRecord, clock_skew_s: float = 0.0) -> None:
+        self._skew_s = clock_skew_s
+        self._record = record
+        self._heartbeat = record.heartbeat
+        self._cards = record.cards
+        self._notes = record.notes
+        self._leases = {lease.lease_id: lease for lease in record.leases}
+        self._revoked = {revoked.lease_id: revoked for revoked in record.revoked}
+        self._untold = {key_of(segment): segment for segment in record.untold}
+        self._was_told = False
+        self._last_token = record.last_token
+        self._next_end = min((lease.expires_at for lease in record.leases), default=math.inf)
+        self._pool = SlicePool(record.cards, _slices(record.leases))
+        self._empty: SlicePool | None = None
+        # Another broker, or an earlier life, may have had another table of units.
+        self._counted = False
+        self.dirty = False
+
+    @property
+    def node(self) -> str:
+        """The node's name."""
+        return self._record.node
+
+    @property
+    def pool(self) -> SlicePool:
+        """What is free."""
+        return self._pool
+
+    @property
+    def cu_total(self) -> float:
+        """What there is."""
+        return cu_total(self._cards)
+
+    def record(self) -> NodeRecord:
+        """Return the record as it is now."""
+        if self.dirty:
+            self._record = msgspec.structs.replace(
+                self._record,
+                heartbeat=self._heartbeat,
+                cards=self._cards,
+                notes=self._notes,
+                leases=tuple(self._leases.values()),
+                last_token=self._last_token,
+                revoked=tuple(self._revoked.values()),
+                untold=tuple(self._untold.values()),
+            )
+            self.dirty = self._was_told = False
+        return self._record
+
+    def lease(self, lease_id: str) -> Lease | None:
+        """Return the lease, or None when there is none."""
+        return self._leases.get(lease_id)
+
+    def fits_when_empty(self, demand: GpuDemand) -> bool:
+        """Return whether the demand could be served if nothing were held."""
+        if self._empty is None:
+            self._empty = SlicePool(self._cards)
+        return self._empty.find(demand) is not None
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        """What the node has."""
+        return self._cards
+
+    def leases(self) -> tuple[Lease, ...]:
+        """Return the leases in the order of their tokens."""
+        return tuple(self._leases.values())
+
+    # --- What is metered ----------------------------------------------------------------------
+
+    def meter(self, now: float, interval_s: float, price_of: PriceOf) -> None:
+        """Note what has been held up to now by leases that are about to be written otherwise."""
+        segments, begun = between(self._record.leases, self._leases, now, interval_s, price_of)
+        self._untold.update((key_of(segment), segment) for segment in segments)
+        self._leases.update((lease.lease_id, lease) for lease in begun)
+
+    def told(self, keys: Iterable[tuple[str, int]]) -> None:
+        """Drop segments that the log has, from the next record that is written for any reason."""
+        for key in keys:
+            if self._untold.pop(key, None) is not None:
+                self._was_told = True
+
+    def tidy(self, now: float, interval_s: float) -> None:
+        """Have a record written if leases are to be metered, or segments to be dropped from it."""
+        if self._was_told or is_any_due(self._leases.values(), now, interval_s):
+            self.dirty = True
+
+    # --- What is asked for --------------------------------------------------------------------
+
+    def grant(self, lease_id: str, asked: GrantLease, now: float) -> Lease:
+        """Return a lease on slices that were free, or the one that was granted under this id.
+
+        The token is a fence: larger than any before it on this node. It starts from the clock's
+        milliseconds, so that it grows even past a bucket that was lost.
+
+        Raises:
+            DsecError: ``invalid`` for what makes no sense, ``exhausted`` when less is free,
+                ``conflict`` when the id is another project's.
+        """
+        # What has run out is free, whether or not it has been swept.
+        self.sweep(now)
+        known = self._leases.get(lease_id)
+        if known is not None:
+            if known.project != asked.project:
+                raise lease_of_another(lease_id)
+            return known
+        demand = asked.wanted
+        if demand.flaw:
+            raise bad_demand(demand)
+        slices: tuple[Slice, ...] | None = asked.slices
+        if not slices:
+            slices = self._pool.find(demand) or make_room(self, asked)
+        elif not self._pool.has(slices):
+            raise slices_taken(self.node, slices)
+        if slices is None:
+            possible = self.fits_when_empty(demand)
+            free_cu = self._pool.free_cu
+            raise units_taken(self.node, demand, free_cu, self.cu_total, possible=possible)
+        lease = Lease(
+            lease_id=lease_id,
+            project=asked.project,
+            holder=asked.holder,
+            demand=demand,
+            slices=slices,
+            granted_at=now,
+            expires_at=now + asked.ttl_s,
+            token=self._next_token(now),
+            service_class=asked.service_class,
+            priority=asked.priority,
+            agent=asked.agent,
+        )
+        self._pool.take(slices)
+        self._put(lease)
+        return lease
+
+    def renew(self, lease_id: str, now: float, ttl_s: float) -> Lease:
+        """Have the lease live until ``now + ttl_s``, never shorter than before, and return it.
+
+        Raises:
+            DsecError: ``expired`` when the lease has ended.
+        """
+        old = self._living(lease_id, now)
+        new = msgspec.structs.replace(old, expires_at=max(old.expires_at, now + ttl_s))
+        if new != old:
+            self._put(new)
+        return new
+
+    def release(self, lease_id: str) -> None:
+        """End the lease; one that is not there is fine."""
+        if lease_id in self._leases:
+            self._end(lease_id)
+
+    def transfer(self, lease_id: str, new_id: str, holder: str, now: float, ttl_s: float) -> Lease:
+        """Return a new lease on the slices of an old one, which ends; asked again, the same.
+
+        Raises:
+            DsecError: ``expired`` when the lease has ended.
+        """
+        known = self._leases.get(new_id)
+        if known is not None:
+            return known
+        old = self._living(lease_id, now)
+        new = msgspec.structs.replace(
+            old,
+            lease_id=new_id,
+            holder=holder,
+            granted_at=now,
+            expires_at=now + ttl_s,
+            token=self._next_token(now),
+            confirmed_at=0.0,
+            segments=0,
+            metered_to_ms=0,
+        )
+        self._revoke(old, f"its lease was transferred to {holder}")
+        self._pool.take(new.slices)
+        self._put(new)
+        return new
+
+    def unlock(self, project: str, lease_id: str, reason: str) -> tuple[Lease, ...]:
+        """End one lease of the project, or all when no id is given; return those that ended."""
+        ended = tuple(
+            lease
+            for lease in self._leases.values()
+            if lease.project == project and lease_id in ("", lease.lease_id)
+        )
+        for lease in ended:
+            self._revoke(lease, f"its lease was unlocked by force: {reason or 'no reason given'}")
+        return ended
+
+    def sweep(self, now: float) -> None:
+        """End the leases that have run out, by a clock that may be ahead of others'."""
+        if self._next_end + self._skew_s > now:
+            return
+        for lease in list(self._leases.values()):
+            if lease.expires_at + self._skew_s <= now:
+                self._revoke(lease, "its lease ran out: the broker did not hear of it in time")
+        self._next_end = min(
+            (lease.expires_at for lease in self._leases.values()), default=math.inf
+        )
+
+    def resize(self, lease_id: str, slices: tuple[Slice, ...], reason: str) -> bool:
+        """Give a lease other slices of its cards; return whether they were free for it."""
+        lease = self._leases[lease_id]
+        self._pool.give(lease.slices)
+        if not self._pool.has(slices):
+            self._pool.take(lease.slices)
+            return False
+        self._pool.take(slices)
+        self._put(
+            msgspec.structs.replace(
+                lease, slices=slices, resizes=lease.resizes + 1, resize_reason=reason
+            )
+        )
+        return True
+
+    # --- What the node says -------------------------------------------------------------------
+
+    def observe(
+        self,
+        heartbeat: NodeHeartbeat,
+        cards_of: Callable[[NodeHeartbeat], tuple[tuple[Card, ...], tuple[str, ...]]],
+        now: float,
+        ttl_s: float,
+    ) -> None:
+        """Take a heartbeat in.
+
+        A lease that the heartbeat names belongs to a living sandbox: it is confirmed, and prolonged
+        when less than half of ``ttl_s`` is left, so that a quiet cluster writes twice per lifetime.
+        A confirmed lease that a later heartbeat does not name belonged to a sandbox that has ended.
+        One broker may see heartbeats later than another, hence the comparison by the node's clock.
+        """
+        stays = lasting(heartbeat)
+        if stays != self._heartbeat or not self._counted:
+            self._counted = True
+            cards, notes = cards_of(heartbeat)
+            if (stays, cards, notes) != (self._heartbeat, self._cards, self._notes):
+                if cards != self._cards:
+                    self._pool = SlicePool(cards, _slices(self._leases.values()))
+                    self._empty = None
+                self._heartbeat, self._cards, self._notes = stays, cards, notes
+                self.dirty = True
+        named = frozenset(heartbeat.lease_ids)
+        if not named and not self._leases and not self._revoked:
+            return
+        for lease in list(self._leases.values()):
+            if lease.lease_id in named:
+                self._keep_alive(lease, heartbeat.sent_at, now, ttl_s)
+            elif lease.confirmed_at and heartbeat.sent_at > lease.confirmed_at:
+                self._end(lease.lease_id)
+        for revoked in list(self._revoked.values()):
+            if revoked.lease_id not in named and heartbeat.sent_at > revoked.confirmed_at:
+                del self._revoked[revoked.lease_id]
+                self.dirty = True
+
+    def _keep_alive(self, lease: Lease, seen_at: float, now: float, ttl_s: float) -> None:
+        if not lease.confirmed_at:
+            expires_at = max(lease.expires_at, now + ttl_s)
+            self._put(msgspec.structs.replace(lease, confirmed_at=seen_at, expires_at=expires_at))
+        elif lease.expires_at < now + ttl_s / 2:
+            self._put(msgspec.structs.replace(lease, expires_at=now + ttl_s))
+
+    # --- Parts --------------------------------------------------------------------------------
+
+    def _living(self, lease_id: str, now: float) -> Lease:
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.expires_at + self._skew_s <= now:
+            raise lease_gone(lease_id)
+        return lease
+
+    def _next_token(self, now: float) -> int:
+        self._last_token = max(self._last_token + 1, int(now * 1000))
+        return self._last_token
+
+    def _put(self, lease: Lease) -> None:
+        self._leases[lease.lease_id] = lease
+        self._next_end = min(self._next_end, lease.expires_at)
+        self.dirty = True
+
+    def _end(self, lease_id: str) -> None:
+        self._pool.give(self._leases.pop(lease_id).slices)
+        self.dirty = True
+
+    def _revoke(self, lease: Lease, reason: str) -> None:
+        """End a lease whose sandbox may live on."""
+        self._end(lease.lease_id)
+        if lease.confirmed_at:
+            self._revoked[lease.lease_id] = Revoked(
+                lease_id=lease.lease_id, confirmed_at=lease.confirmed_at, reason=reason
+            )
+
+
+def _slices(leases: Iterable[Lease]) -> list[Slice]:
+    return [slice_ for lease in leases for slice_ in lease.slices]

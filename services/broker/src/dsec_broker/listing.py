@@ -1,0 +1,65 @@
+"""Pages of the list of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from dsec_broker.errors import bad_limit
+from dsec_broker.record import Lease
+from dsec_common.wire.lease import HeldLease, LeaseList, ListLeases, NodeLeases
+from dsec_common.wire.node import ListNodes, NodeInfo, NodeList
+from dsec_common.wire.sandbox import LISTING_PAGE_BYTES
+
+
+def page_of(found: NodeList, asked: ListNodes) -> NodeList:
+    """Return the nodes of ``found`` that the page asked for holds, one at least if there are any.
+
+    The Compute Units stay those of the whole cluster.
+
+    Raises:
+        DsecError: ``invalid`` for a negative limit.
+    """
+    if asked.limit < 0:
+        raise bad_limit(asked.limit)
+    page: list[NodeInfo] = []
+    left_bytes = LISTING_PAGE_BYTES
+    rest = [info for info in found.nodes if info.node > asked.after]
+    for info in rest:
+        left_bytes -= len(msgspec.msgpack.encode(info))
+        if page and (left_bytes < 0 or len(page) == asked.limit):
+            break
+        page.append(info)
+    return msgspec.structs.replace(found, nodes=tuple(page), more=len(page) < len(rest))
+
+
+def leases_page(found: Iterable[NodeLeases], asked: ListLeases) -> LeaseList:
+    """Return the nodes after the one named, as many as fit, one at least if there are any."""
+    page: list[NodeLeases] = []
+    left_bytes = LISTING_PAGE_BYTES
+    for node in found:
+        if node.node <= asked.after:
+            continue
+        left_bytes -= len(msgspec.msgpack.encode(node))
+        if page and left_bytes < 0:
+            return LeaseList(nodes=tuple(page), more=True)
+        page.append(node)
+    return LeaseList(nodes=tuple(page))
+
+
+def held(lease: Lease) -> HeldLease:
+    """Return a lease as it is listed."""
+    return HeldLease(
+        lease_id=lease.lease_id,
+        project=lease.project,
+        holder=lease.holder,
+        cu=lease.cu,
+        granted_at=lease.granted_at,
+        expires_at=lease.expires_at,
+        token=lease.token,
+        demand=lease.demand,
+        service_class=lease.service_class,
+        priority=lease.priority,
+        slices=lease.slices,
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Final, assert_never
 
+import msgspec
+
 from dsec_common.bus import ReplyAddress
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError
@@ -44,16 +46,38 @@ class Creation:
         timeout_s: float,
         caller: ReplyAddress,
         key: str = "",
+        *,
+        waited_s: float = 0.0,
     ) -> Succeed:
         """Return the sandbox; with a ``key`` of the bucket, the same one each time.
 
-        Without a key nothing is asked or written but the node.
+        What has waited ``waited_s`` before has that much of its turn where it waits for units.
+
+        When its node has told the caller, that is all; otherwise what came of the request's command
+        is with it.
 
         Raises:
             DsecError: why there is none.
         """
+        succeeded = await self._create(project, request, timeout_s, caller, key, waited_s=waited_s)
+        if succeeded.told or request.command is None or succeeded.created.result is not None:
+            return succeeded
+        created = await self._placer.with_outcome(project, request, succeeded.created, timeout_s)
+        return msgspec.structs.replace(succeeded, created=created)
+
+    async def _create(
+        self,
+        project: str,
+        request: CreateSandbox,
+        timeout_s: float,
+        caller: ReplyAddress,
+        key: str,
+        *,
+        waited_s: float,
+    ) -> Succeed:
+        """Create or find it; without a key nothing is asked or written but the node."""
         if not key:
-            return await self._placer.create(project, request, timeout_s, caller)
+            return await self._placer.create(project, request, timeout_s, caller, waited_s=waited_s)
         deadline = self._clock.monotonic() + timeout_s
         waited = False
         pause_s = _FIRST_PAUSE_S
@@ -61,7 +85,7 @@ class Creation:
             left_s = max(deadline - self._clock.monotonic(), 0.0)
             with contextlib.suppress(ClaimLostError):
                 succeeded = await self._try_once(
-                    project, request, left_s, caller, key, waited=waited
+                    project, request, left_s, caller, key, waited=waited, waited_s=waited_s
                 )
                 if succeeded is not None:
                     return succeeded
@@ -81,6 +105,7 @@ class Creation:
         key: str,
         *,
         waited: bool,
+        waited_s: float,
     ) -> Succeed | None:
         """Return the sandbox, or None while another scheduler is at work on it."""
         digest = arguments_digest(request)
@@ -102,7 +127,9 @@ class Creation:
                 pass
             case _:
                 assert_never(decision)
-        return await self._create_claimed(project, request, timeout_s, caller, claim)
+        return await self._create_claimed(
+            project, request, timeout_s, caller, claim, waited_s=waited_s
+        )
 
     async def _create_claimed(
         self,
@@ -111,9 +138,13 @@ class Creation:
         timeout_s: float,
         caller: ReplyAddress,
         claim: Claim,
+        *,
+        waited_s: float,
     ) -> Succeed:
         try:
-            succeeded = await self._placer.create(project, request, timeout_s, caller, claim)
+            succeeded = await self._placer.create(
+                project, request, timeout_s, caller, claim=claim, waited_s=waited_s
+            )
         except DsecError as error:
             await claim.fail(error)
             raise

@@ -6,17 +6,20 @@ from typing import TypeAlias
 
 import msgspec
 
+from dsec_common.compute.model import Slice
 from dsec_common.errors import DsecError
 from dsec_common.wire.sandbox import SandboxCreated
 
 
-class TakeLease(msgspec.Struct, frozen=True, kw_only=True):
-    """Lease units on the node; ``LeaseTaken`` or ``LeaseRefused`` must follow."""
+class TakeUnits(msgspec.Struct, frozen=True, kw_only=True):
+    """Lease units, waiting for them if need be, on a node that ``SchedulerState.may_take`` allows.
+
+    ``UnitsTaken`` or ``UnitsRefused`` must follow. The same nodes are allowed for equal ``needs``.
+    """
 
     create_id: int
-    node: str
-    cu: float
-    ttl_s: float
+    needs: tuple[object, ...]
+    timeout_s: float
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +33,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     local: str
     lease_id: str
     valid_until: float
+    slices: tuple[Slice, ...] = ()
 
 
 class Resolve(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +70,7 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True):
     error: DsecError
 
 
-Step: TypeAlias = TakeLease | Place | Resolve | ReleaseLease
+Step: TypeAlias = TakeUnits | Place | Resolve | ReleaseLease
 """What a creation goes through."""
 
 Effect: TypeAlias = Step | Succeed | Refuse

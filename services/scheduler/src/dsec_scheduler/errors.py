@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dsec_common.errors import Detail, DsecError, ErrorCode, invalid, unavailable
+from dsec_common.errors import MAY_HAVE_HAPPENED, Detail, DsecError, ErrorCode, invalid, unavailable
+from dsec_common.wire.node import UPLINK, Resources
 from dsec_common.wire.sandbox import Limits
+from dsec_common.wire.waiting import WaitingExplained
 
 _MIB: Final = 1024**2
+_NAMED_MAX: Final = 5
 
 
 def bad_limit(name: str, value: float, rule: str) -> DsecError:
@@ -48,14 +52,66 @@ def all_full(nodes: int, limits: Limits, retry_after_s: float) -> DsecError:
     )
 
 
-def too_large(limits: Limits, node: str, cpus: float, memory_bytes: int) -> DsecError:
+def too_large(limits: Limits, node: str, most: Resources) -> DsecError:
     """Return the error for a sandbox that no node could hold even if it were empty."""
     return DsecError(
         ErrorCode.EXHAUSTED,
-        f"no node could ever hold {_size(limits)}: the largest, {node}, hands out {cpus:g} cpus "
-        f"and {memory_bytes / _MIB:,.0f} MiB of memory in all; ask for less",
+        f"no node could ever hold {_size(limits)}: the largest, {node}, gives one at most "
+        f"{most.cpus:g} cpus and {most.memory_bytes / _MIB:,.0f} MiB of memory; ask for less",
         retryable=False,
-        details={"node": node, "cpus": cpus, "memory_bytes": memory_bytes},
+        details={"node": node, "cpus": most.cpus, "memory_bytes": most.memory_bytes},
+    )
+
+
+def snapshot_node_away(snapshot: str, node: str) -> DsecError:
+    """Return the refusal when the one node that has the snapshot takes no sandboxes now."""
+    return DsecError(
+        ErrorCode.UNAVAILABLE,
+        f"the snapshot {snapshot} is on node {node}, which does not answer or is stopping; see "
+        "`dsec node list`, or pack snapshots as layers to have them on every node",
+        retry_after_s=1.0,
+        details={"node": node, "snapshot_id": snapshot},
+    )
+
+
+def layer_not_looked_for(
+    missing: DsecError, full: Sequence[str], silent: Sequence[str], retry_after_s: float
+) -> DsecError:
+    """Return the error for a layer that may be in a store whose nodes could not be asked.
+
+    It may be asked again: what a recipe built, or a snapshot became, is in one node's store only.
+    """
+    named = [f"{', '.join(nodes)} {what}" for nodes, what in _why_not_asked(full, silent) if nodes]
+    return DsecError(
+        ErrorCode.NOT_FOUND,
+        f"{missing.message}. Not every layer store was looked in: {'; '.join(named)}. A layer that "
+        "was built or packed is in the store of its node only: try again when that has room, give "
+        "the nodes one store (layers_backend), or build it there, too",
+        retryable=True,
+        retry_after_s=retry_after_s,
+        details={**missing.details, "nodes_not_asked": len(full) + len(silent)},
+    )
+
+
+def _why_not_asked(
+    full: Sequence[str], silent: Sequence[str]
+) -> tuple[tuple[Sequence[str], str], ...]:
+    return (
+        (full[:_NAMED_MAX], "could not take it"),
+        (silent[:_NAMED_MAX], "do not answer"),
+    )
+
+
+def no_uplink(missing: Mapping[str, Mapping[str, str]]) -> DsecError:
+    """Return the error for a network that no node can give, from what each node lacks."""
+    reasons = {node: lacks[UPLINK] for node, lacks in missing.items() if UPLINK in lacks}
+    node, why = next(iter(sorted(reasons.items())), ("", "no usable node has one"))
+    return DsecError(
+        ErrorCode.UNSUPPORTED,
+        f"the network policy needs what lies outside, and no node leads there ({node}: {why}); "
+        "start one with an uplink (`dsec up --uplink`, network_uplink=auto), or ask for network "
+        "'none'",
+        details={"reason": "uplink", "nodes": len(reasons)},
     )
 
 
@@ -63,7 +119,8 @@ def no_gpus(cu: float) -> DsecError:
     """Return the error for Compute Units in a cluster without GPUs."""
     return DsecError(
         ErrorCode.EXHAUSTED,
-        f"limits.cu is {cu:g}, but no node has a GPU; ask for 0, or add a node with one",
+        f"{cu:g} Compute Units are asked for, but no node has a GPU; ask for none, or add a node "
+        "with one",
         retryable=False,
         details={"cu": cu},
     )
@@ -88,6 +145,98 @@ def out_of_time(timeout_s: float, last: DsecError | None) -> DsecError:
         ErrorCode.TIMEOUT,
         f"no node made the sandbox within {timeout_s:g} s{because}. Allow more time, or try again",
         details={"timeout_s": timeout_s},
+    )
+
+
+def no_turn(timeout_s: float, retry_after_s: float) -> DsecError:
+    """Return the error for a request whose time ran out in the line; nothing was done."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"the nodes were busy with other sandboxes for {timeout_s:g} s; try again a little later, "
+        "or add nodes",
+        retry_after_s=retry_after_s,
+    )
+
+
+def too_many_wait(waiting: int, retry_after_s: float) -> DsecError:
+    """Return the error for a request that finds no place in the queues for Compute Units."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"{waiting} requests wait for Compute Units here, or as many of this project as one may "
+        "have; try again later, or use the durable queue",
+        retry_after_s=retry_after_s,
+        details={"waiting": waiting},
+    )
+
+
+def no_units(timeout_s: float, why: WaitingExplained, retry_after_s: float) -> DsecError:
+    """Return the error for a request whose units did not come free in its time."""
+    hint = f"; {why.would_change[0]}" if why.would_change else ""
+    details: dict[str, Detail] = {"constraint": why.constraint, "ahead": why.ahead}
+    if why.startable_cu:
+        details["startable_cu"] = why.startable_cu
+    if why.quota:
+        details["quota"] = why.quota
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"no Compute Units within {timeout_s:g} s: {why.reason}{hint}",
+        retry_after_s=retry_after_s,
+        details=details,
+    )
+
+
+def cancelled(request_id: str) -> DsecError:
+    """Return what is told to who waits for a request that was given up."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"request {request_id} was cancelled while it waited for Compute Units",
+        retryable=False,
+        details={"request_id": request_id},
+    )
+
+
+def not_waiting(request_id: str) -> DsecError:
+    """Return the error for a question about what does not wait at any scheduler."""
+    return DsecError(
+        ErrorCode.NOT_FOUND,
+        f"no request {request_id} of this project waits for Compute Units: it has its sandbox, was "
+        "refused, or was never heard of",
+        details={"request_id": request_id},
+    )
+
+
+def failed_unexpectedly() -> DsecError:
+    """Return the error for a defect of the scheduler's own."""
+    return DsecError(
+        ErrorCode.INTERNAL, "creating the sandbox failed unexpectedly; the scheduler's log says why"
+    )
+
+
+def stopping() -> DsecError:
+    """Return what is told to who waits at a scheduler that stops."""
+    return unavailable(
+        "this scheduler is stopping and nothing was granted; ask again, another takes it"
+    )
+
+
+def outcome_lost(sandbox_id: str) -> DsecError:
+    """Return the error for a first command that ran, or did not, without anyone left who knows."""
+    return DsecError(
+        ErrorCode.UNAVAILABLE,
+        f"what came of the first command of sandbox {sandbox_id} is lost; it may have run: look "
+        "into the sandbox, or create another with a fresh key",
+        retryable=False,
+        details={"sandbox_id": sandbox_id, MAY_HAVE_HAPPENED: True},
+    )
+
+
+def command_not_over(sandbox_id: str, timeout_s: float) -> DsecError:
+    """Return the error for a first command whose end did not become known in time."""
+    return DsecError(
+        ErrorCode.TIMEOUT,
+        f"the first command of sandbox {sandbox_id} was not known to have ended within "
+        f"{timeout_s:g} s; ask again with the same key, or inspect the sandbox",
+        details={"sandbox_id": sandbox_id, "timeout_s": timeout_s},
     )
 
 

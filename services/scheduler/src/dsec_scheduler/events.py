@@ -6,9 +6,11 @@ from typing import TypeAlias
 
 import msgspec
 
+from dsec_common.compute.model import Slice
 from dsec_common.errors import DsecError
 from dsec_common.wire.node import NodeHeartbeat
 from dsec_common.wire.sandbox import CreateSandbox, SandboxCreated
+from dsec_scheduler.units import Granted
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -28,7 +30,8 @@ class HeartbeatSeen(msgspec.Struct, frozen=True, kw_only=True):
 class CreateAsked(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request wants a node within ``timeout_s``.
 
-    ``local`` is fresh, and becomes the second token of the sandbox's id.
+    ``local`` is fresh, and becomes the second token of the sandbox's id. With ``units`` it is made
+    on their node or not at all.
     """
 
     create_id: int
@@ -37,18 +40,21 @@ class CreateAsked(msgspec.Struct, frozen=True, kw_only=True):
     local: str
     timeout_s: float
     at: Moment
+    units: Granted | None = None
 
 
-class LeaseTaken(msgspec.Struct, frozen=True, kw_only=True):
-    """The broker leased the units."""
+class UnitsTaken(msgspec.Struct, frozen=True, kw_only=True):
+    """Units are leased on a node."""
 
     create_id: int
+    node: str
     lease_id: str
     at: Moment
+    slices: tuple[Slice, ...] = ()
 
 
-class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True):
-    """The broker did not lease the units."""
+class UnitsRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """There are none for it, however long it waits: its time is over, or it was given up."""
 
     create_id: int
     error: DsecError
@@ -108,8 +114,8 @@ class ForgetDue(msgspec.Struct, frozen=True, kw_only=True):
 Event: TypeAlias = (
     HeartbeatSeen
     | CreateAsked
-    | LeaseTaken
-    | LeaseRefused
+    | UnitsTaken
+    | UnitsRefused
     | PlaceSucceeded
     | PlaceRefused
     | PlaceUnanswered

@@ -118,8 +118,17 @@ def arguments_digest(request: CreateSandbox) -> str:
 
     How long the caller waits and how the message is labelled do not matter.
     """
+    command = request.command
+    if command is not None:
+        command = msgspec.structs.replace(command, message_id="", cause_id="", sent_at=0.0)
     plain = msgspec.structs.replace(
-        request, message_id="", cause_id="", sent_at=0.0, idempotency_key="", timeout_s=0.0
+        request,
+        message_id="",
+        cause_id="",
+        sent_at=0.0,
+        idempotency_key="",
+        timeout_s=0.0,
+        command=command,
     )
     # The order in which a client happened to write its maps does not matter either.
     encoded = msgspec.msgpack.encode(plain, order="sorted")

@@ -22,3 +22,16 @@ REFUSALS: Final = Counter(
     "dsec_scheduler_refusals_total", "Nodes that made no sandbox, by code", ["code"]
 )
 NODES: Final = Gauge("dsec_scheduler_nodes", "Nodes that take new sandboxes")
+WAITING: Final = Gauge(
+    "dsec_scheduler_waiting", "Requests that wait for Compute Units, by class", ["service_class"]
+)
+WAIT_SECONDS: Final = Histogram(
+    "dsec_scheduler_units_seconds",
+    "From a request for Compute Units to their grant, by class",
+    ["service_class"],
+    buckets=(*_BUCKETS, 60.0, 600.0, 3600.0),
+)
+ROUNDS: Final = Counter("dsec_scheduler_rounds_total", "Rounds in which units were given out")
+SOLVE_SECONDS: Final = Histogram(
+    "dsec_scheduler_solve_seconds", "What the solver took for one question", buckets=_BUCKETS
+)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Final, assert_never
 
+import msgspec
 import structlog
 
 from dsec_common import subjects
@@ -14,11 +17,11 @@ from dsec_common.bus import Bus, ReplyAddress
 from dsec_common.clock import Clock
 from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError, ErrorCode
 from dsec_common.subjects import ScopedId
-from dsec_common.wire.base import new_id
-from dsec_common.wire.lease import GrantLease, LeaseGranted, LeaseReleased, ReleaseLease
+from dsec_common.wire.base import ErrorReply, new_id
 from dsec_common.wire.node import PlaceSandbox
 from dsec_common.wire.sandbox import (
     CreateSandbox,
+    EndCause,
     InspectSandbox,
     SandboxCreated,
     SandboxInfo,
@@ -27,38 +30,78 @@ from dsec_common.wire.sandbox import (
 from dsec_scheduler import effects as fx
 from dsec_scheduler import events as ev
 from dsec_scheduler import metrics
+from dsec_scheduler.agents.resolving import Resolver
 from dsec_scheduler.config import SchedulerConfig
-from dsec_scheduler.errors import NodeLostError
+from dsec_scheduler.errors import NodeLostError, command_not_over, outcome_lost
+from dsec_scheduler.leasing import Leasing
 from dsec_scheduler.ledger import Claim
 from dsec_scheduler.state import SchedulerState
+from dsec_scheduler.turns import LINE_SHARE, Turns
+from dsec_scheduler.unit_desk import UnitDesk, Wish
+from dsec_scheduler.units import Granted
 
 _log: Final = structlog.get_logger(__name__)
 
-_BROKER_TIMEOUT_S: Final = 2.0
 _RESOLVE_TIMEOUT_S: Final = 1.0
 _RESOLVE_PAUSE_S: Final = 0.1
+#: In these a sandbox answers requests, if only once it wakes.
+_ALIVE: Final = frozenset(
+    {
+        SandboxState.RUNNING,
+        SandboxState.PAUSING,
+        SandboxState.PAUSED,
+        SandboxState.RESUMING,
+    }
+)
+_OUTCOME_FIRST_PAUSE_S: Final = 0.01
+_OUTCOME_LAST_PAUSE_S: Final = 0.5
 #: After these the node may have made the sandbox: its answer may have been lost on the way.
 _UNANSWERED: Final = frozenset({ErrorCode.TIMEOUT, ErrorCode.UNAVAILABLE})
 #: With these the node itself says that it has no such sandbox.
 _NOT_THERE: Final = frozenset({ErrorCode.NOT_FOUND, ErrorCode.EXPIRED})
 
 
+class _Errand(msgspec.Struct, frozen=True):
+    """A creation as the shell knows it; ``since_s`` is when it began to wait, monotonic."""
+
+    project: str
+    request: CreateSandbox
+    caller: ReplyAddress
+    claim: Claim | None
+    since_s: float
+    units: Granted | None = None
+
+
 class Placer:
     """Finds a node for each request and has it make the sandbox."""
 
     def __init__(
-        self, bus: Bus, core: SchedulerState, clock: Clock, config: SchedulerConfig
+        self,
+        bus: Bus,
+        core: SchedulerState,
+        clock: Clock,
+        config: SchedulerConfig,
+        *,
+        agents: Resolver,
+        desk: UnitDesk,
+        leasing: Leasing,
     ) -> None:
         self._bus = bus
         self._core = core
         self._clock = clock
         self._config = config
+        self._agents = agents
+        self._desk = desk
+        self._leasing = leasing
         self._ids = itertools.count(1)
         # What waits for a node ends early when the node falls silent or is started again.
         self._waits: dict[str, set[asyncio.Timeout]] = {}
-        self._releases: set[asyncio.Task[None]] = set()
+        self._turns = Turns(self._in_flight_max)
         # When this process was last known to hear nobody; a start begins with hearing all.
         self._deaf_at = -math.inf
+        #: Set while some node is waited for.
+        self.waiting = asyncio.Event()
+        bus.on_reconnect(self._note_deafness)
 
     async def create(
         self,
@@ -66,7 +109,9 @@ class Placer:
         request: CreateSandbox,
         timeout_s: float,
         caller: ReplyAddress,
+        *,
         claim: Claim | None = None,
+        waited_s: float = 0.0,
     ) -> fx.Succeed:
         """Return once a node has made the sandbox.
 
@@ -76,19 +121,36 @@ class Placer:
             timeout_s: how long it may take.
             caller: whom the node answers; nobody when its subject is empty.
             claim: told of each attempt before its node is.
+            waited_s: how long it has waited before, which counts where it waits for units.
 
         Raises:
             DsecError: why there is none.
             ClaimLostError: ``claim`` was lost; nothing was made.
         """
+        request = self._agents.placed(project, request)
+        asked_at = self._clock.monotonic()
+        if request.gpu_demand is not None:
+            # It may wait for long: it has its turn when its units are there.
+            since_s = asked_at - waited_s
+            return await self._create(_Errand(project, request, caller, claim, since_s), timeout_s)
+        async with self._turns.turn(LINE_SHARE * timeout_s, self._config.retry_after_s):
+            left_s = max(timeout_s - (self._clock.monotonic() - asked_at), 0.0)
+            return await self._create(_Errand(project, request, caller, claim, asked_at), left_s)
+
+    def _in_flight_max(self) -> int:
+        now_s = self._clock.monotonic()
+        return self._config.node_in_flight * self._core.views.open_count(now_s)
+
+    async def _create(self, errand: _Errand, timeout_s: float) -> fx.Succeed:
         create_id = next(self._ids)
         event: ev.Event = ev.CreateAsked(
             create_id=create_id,
-            project=project,
-            request=request,
+            project=errand.project,
+            request=errand.request,
             local=new_id(),
             timeout_s=timeout_s,
             at=self._now(),
+            units=errand.units,
         )
         while True:
             following: ev.Event | None = None
@@ -97,39 +159,32 @@ class Placer:
                     return effect
                 if isinstance(effect, fx.Refuse):
                     raise effect.error
-                result = await self._perform(effect, project, request, caller, claim)
+                result = await self._perform(effect, errand)
                 following = result or following
             if following is None:
                 raise DsecError(ErrorCode.INTERNAL, f"creation {create_id} came to no end")
             event = following
 
-    async def _perform(
-        self,
-        effect: fx.Step,
-        project: str,
-        request: CreateSandbox,
-        caller: ReplyAddress,
-        claim: Claim | None,
-    ) -> ev.Event | None:
+    async def _perform(self, effect: fx.Step, errand: _Errand) -> ev.Event | None:
         """Do what the core wants done and return what came of it."""
         match effect:
-            case fx.TakeLease():
-                return await self._take_lease(project, request, effect)
+            case fx.TakeUnits():
+                return await self._take_units(errand, effect)
             case fx.Place():
-                if claim is not None:
-                    await self._announce(claim, effect)
-                return await self._place(project, request, caller, effect)
+                if errand.claim is not None:
+                    await self._announce(errand.claim, effect)
+                return await self._place(errand.project, errand.request, errand.caller, effect)
             case fx.Resolve():
                 found = await self.resolve(
-                    project,
-                    request,
+                    errand.project,
+                    errand.request,
                     ScopedId(effect.node, effect.local),
                     effect.lease_id,
                     valid_until=effect.valid_until,
                 )
                 return ev.PlaceResolved(create_id=effect.create_id, created=found, at=self._now())
             case fx.ReleaseLease():
-                self._release_later(effect.lease_id)
+                self._leasing.release_later(effect.lease_id)
                 return None
             case _:
                 assert_never(effect)
@@ -141,7 +196,7 @@ class Placer:
             abandoned = ev.CreateAbandoned(create_id=attempt.create_id, at=self._now())
             for effect in self._core.handle(abandoned):
                 if isinstance(effect, fx.ReleaseLease):
-                    self._release_later(effect.lease_id)
+                    self._leasing.release_later(effect.lease_id)
             raise
 
     # --- The node -----------------------------------------------------------------------------
@@ -155,9 +210,11 @@ class Placer:
             project=project,
             local=attempt.local,
             request=request,
-            valid_until=attempt.valid_until,
+            valid_until=self._by_clock_of(attempt.node, attempt.valid_until),
             lease_id=attempt.lease_id,
+            slices=attempt.slices,
             caller_content_type=caller.content_type,
+            agent_rules=self._agents.rules(project, request),
         )
         left_s = attempt.valid_until - self._clock.now() + self._config.reply_grace_s
         metrics.ATTEMPTS.inc()
@@ -184,10 +241,19 @@ class Placer:
             )
         return ev.PlaceSucceeded(create_id=create_id, created=created, at=self._now())
 
+    def _by_clock_of(self, node: str, unix_s: float) -> float:
+        """Return what a node's wall clock reads when ours reads ``unix_s``, or a little less.
+
+        One that seems late by less than the grace is: its heartbeats take a while to get here.
+        """
+        lag_s = self._core.views.lag_s(node)
+        return unix_s if 0 <= lag_s <= self._config.reply_grace_s else unix_s - lag_s
+
     async def _ask_node(
         self, node: str, message: PlaceSandbox, timeout_s: float, caller: ReplyAddress
     ) -> SandboxCreated:
         waits = self._waits.setdefault(node, set())
+        self.waiting.set()
         subject = subjects.node_request(node, "place")
         scope = asyncio.timeout(None)
         try:
@@ -202,6 +268,8 @@ class Placer:
             waits.discard(scope)
             if not waits:
                 self._waits.pop(node, None)
+            if not self._waits:
+                self.waiting.clear()
 
     def end_waits_for_silent_nodes(self) -> None:
         """Stop waiting for nodes whose heartbeats have stopped; to be called now and then."""
@@ -219,9 +287,12 @@ class Placer:
         """Return whether a node's heartbeats have stopped, and not our hearing them."""
         now = self._now()
         if not self._bus.connected:
-            self._deaf_at = now.monotonic_s
+            self._note_deafness()
         heard_all_s = now.monotonic_s - self._deaf_at
         return heard_all_s > self._config.node_timeout_s and self._core.is_silent(node, now)
+
+    def _note_deafness(self) -> None:
+        self._deaf_at = self._now().monotonic_s
 
     async def resolve(
         self,
@@ -235,8 +306,8 @@ class Placer:
         """Return the sandbox that a node may have made, once it runs; None when it does not.
 
         The node is asked until it knows: a sandbox that is given up while it comes to life is
-        nobody's. It is given up when its node has fallen silent, for its sandboxes end with it, or
-        when its placement has lapsed and the node does not answer all the same.
+        nobody's. It is given up when its node has fallen silent, or when its placement has lapsed
+        and the node does not answer all the same; should it live after all, its project lists it.
         """
         ends_at = valid_until
         asked_at = self._clock.now()
@@ -264,8 +335,10 @@ class Placer:
         except DsecError as error:
             _log.info("a sandbox is not there", sandbox=str(sandbox_id), error=str(error))
             return None, error.code in _NOT_THERE
-        if info.state is not SandboxState.RUNNING:
-            return None, info.state is not SandboxState.CREATING
+        if info.state is SandboxState.CREATING:
+            return None, False
+        if info.state not in _ALIVE and not _has_run_its_command(request, info):
+            return None, True
         created = SandboxCreated(
             cause_id=request.message_id,
             # By the node's clock: what it counted before is in its later heartbeats.
@@ -279,48 +352,111 @@ class Placer:
         )
         return created, True
 
-    # --- The broker ---------------------------------------------------------------------------
+    async def with_outcome(
+        self, project: str, request: CreateSandbox, created: SandboxCreated, timeout_s: float
+    ) -> SandboxCreated:
+        """Return the answer to a request that is asked again, with what came of its command.
 
-    async def _take_lease(
-        self, project: str, request: CreateSandbox, effect: fx.TakeLease
-    ) -> ev.LeaseTaken | ev.LeaseRefused:
-        message = GrantLease(
-            cause_id=request.message_id,
+        The node is asked until the command has ended. What is lost is said to be lost; it is not
+        run again.
+
+        Raises:
+            DsecError: ``timeout`` when it has not ended within the request's and its own time.
+        """
+        if request.command is None:
+            return created
+        deadline = self._clock.monotonic() + timeout_s + max(request.command.timeout_s, 0.0)
+        subject = subjects.sandbox(project, ScopedId.parse(created.sandbox_id), "inspect")
+        pause_s = _OUTCOME_FIRST_PAUSE_S
+        while True:
+            question = InspectSandbox(cause_id=request.message_id)
+            with contextlib.suppress(DsecError):
+                info = await self._bus.request(
+                    subject, question, SandboxInfo, timeout_s=_RESOLVE_TIMEOUT_S
+                )
+                if info.first_command == "done":
+                    return msgspec.structs.replace(
+                        created, result=info.result, error=info.error, files=info.files
+                    )
+                if info.first_command != "running":
+                    error = ErrorReply.of(outcome_lost(created.sandbox_id))
+                    return msgspec.structs.replace(created, error=error)
+            if self._clock.monotonic() >= deadline:
+                raise command_not_over(created.sandbox_id, timeout_s)
+            await self._clock.sleep(pause_s)
+            pause_s = min(pause_s * 2, _OUTCOME_LAST_PAUSE_S)
+
+    # --- Gangs ----------------------------------------------------------------------------------
+
+    async def take_for_gang(
+        self, project: str, request_id: str, requests: Sequence[CreateSandbox], timeout_s: float
+    ) -> tuple[Granted, ...]:
+        """Return units for all, taken at once, on nodes with room for the largest of them.
+
+        Raises:
+            DsecError: as :meth:`UnitDesk.take`.
+        """
+        limits = frozenset(request.limits for request in requests)
+        wish = Wish(
             project=project,
-            holder=request.message_id,
-            cu=effect.cu,
-            node=effect.node,
-            ttl_s=effect.ttl_s,
+            request_id=request_id,
+            requests=tuple(requests),
+            asked_at=self._clock.monotonic(),
+            may_use=lambda node: all(self._core.has_room(node, it, self._now()) for it in limits),
+            needs=limits,
+        )
+        return await self._desk.take(wish, timeout_s)
+
+    async def create_granted(
+        self, project: str, request: CreateSandbox, units: Granted
+    ) -> SandboxCreated:
+        """Make a sandbox on the node of its units, there or nowhere.
+
+        Raises:
+            DsecError: why it was not made; its units are given back then.
+        """
+        try:
+            request = self._agents.placed(project, request)
+        except DsecError:
+            self._leasing.release_later(units.lease_id)
+            raise
+        since_s = self._clock.monotonic()
+        errand = _Errand(project, request, ReplyAddress(), None, since_s, units)
+        return (await self._create(errand, self._config.attempt_timeout_s)).created
+
+    # --- Units ----------------------------------------------------------------------------------
+
+    async def _take_units(
+        self, errand: _Errand, effect: fx.TakeUnits
+    ) -> ev.UnitsTaken | ev.UnitsRefused:
+        create_id = effect.create_id
+        wish = Wish(
+            project=errand.project,
+            request_id=errand.request.message_id,
+            requests=(errand.request,),
+            asked_at=errand.since_s,
+            may_use=lambda node: self._core.may_take(create_id, node, self._now()),
+            needs=effect.needs,
         )
         try:
-            lease = await self._bus.request(
-                subjects.lease("grant"), message, LeaseGranted, timeout_s=_BROKER_TIMEOUT_S
-            )
+            (granted,) = await self._desk.take(wish, effect.timeout_s)
         except DsecError as error:
-            return ev.LeaseRefused(create_id=effect.create_id, error=error, at=self._now())
-        return ev.LeaseTaken(create_id=effect.create_id, lease_id=lease.lease_id, at=self._now())
-
-    def _release_later(self, lease_id: str) -> None:
-        """Give a lease back without having the caller wait for it."""
-        task = asyncio.create_task(self._release(lease_id), name=f"release {lease_id}")
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _release(self, lease_id: str) -> None:
-        try:
-            await self._bus.request(
-                subjects.lease("release"),
-                ReleaseLease(lease_id=lease_id),
-                LeaseReleased,
-                timeout_s=_BROKER_TIMEOUT_S,
-            )
-        except DsecError as error:
-            _log.warning("a lease is left to run out", lease=lease_id, error=str(error))
-
-    async def finish(self) -> None:
-        """Return when every lease that is to be given back has been."""
-        while self._releases:
-            await asyncio.wait(set(self._releases))
+            return ev.UnitsRefused(create_id=create_id, error=error, at=self._now())
+        except asyncio.CancelledError:
+            self._core.handle(ev.CreateAbandoned(create_id=create_id, at=self._now()))
+            raise
+        return ev.UnitsTaken(
+            create_id=create_id,
+            node=granted.node,
+            lease_id=granted.lease_id,
+            at=self._now(),
+            slices=granted.slices,
+        )
 
     def _now(self) -> ev.Moment:
         return ev.Moment(self._clock.now(), self._clock.monotonic())
+
+
+def _has_run_its_command(request: CreateSandbox, info: SandboxInfo) -> bool:
+    """Return whether a sandbox that is over was alive for its command: it must not run again."""
+    return request.command is not None and info.end_cause is not EndCause.CREATE_FAILED

@@ -20,8 +20,11 @@ from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.base import Message
 from dsec_common.wire.sandbox import CreateSandbox, SandboxRefused, SandboxRunning
 from dsec_scheduler import admission, metrics
+from dsec_scheduler.agents.resolving import Resolver
 from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.creation import Creation
+from dsec_scheduler.effects import Succeed
+from dsec_scheduler.errors import bad_field, too_many_wait
 from dsec_scheduler.idempotency import bucket_key
 
 _log: Final = structlog.get_logger(__name__)
@@ -42,12 +45,16 @@ class QueueDoor:
         clock: Clock,
         config: SchedulerConfig,
         randomness: random.Random,
+        *,
+        agents: Resolver,
     ) -> None:
         self._bus = bus
         self._creation = creation
+        self._agents = agents
         self._clock = clock
         self._config = config
         self._random = randomness
+        self._waiting = 0
 
     async def handle(self, queued: Request[CreateSandbox]) -> None:
         """Create the sandbox, or put the request back while it may wait.
@@ -86,21 +93,53 @@ class QueueDoor:
 
     async def _create(self, queued: Request[CreateSandbox]) -> SandboxRunning:
         request, project = queued.message, queued.project
+        if request.command is not None:
+            raise bad_field("command", request.command.argv, "a queued request carries no command")
         attempt_s = self._config.attempt_timeout_s * self._config.attempts_max
         # A queued request may wait for ever; the node and the checks see one try's time.
         tried = msgspec.structs.replace(request, timeout_s=attempt_s)
-        admission.check(tried, max(attempt_s, self._config.request_timeout_max_s))
+        meant = await self._agents.learn(project, tried) if tried.agent else tried
+        admission.check(meant, max(attempt_s, self._config.request_timeout_max_s))
         if request.idempotency_key:
             key = bucket_key(project, "caller", request.idempotency_key)
         else:
             key = bucket_key(project, "queue", f"{queued.sequence} {queued.stored_at!r}")
-        succeeded = await self._creation.create(project, tried, attempt_s, ReplyAddress(), key)
+        if request.gpu_demand is None:
+            succeeded = await self._creation.create(project, tried, attempt_s, ReplyAddress(), key)
+        else:
+            succeeded = await self._wait_for_units(queued, tried, key)
         return SandboxRunning(
             cause_id=request.message_id,
             sandbox_id=succeeded.created.sandbox_id,
             request_id=request.message_id,
             created=succeeded.created,
         )
+
+    async def _wait_for_units(
+        self, queued: Request[CreateSandbox], tried: CreateSandbox, key: str
+    ) -> Succeed:
+        """Have it wait here, in its turn since it was queued, for as long as it may.
+
+        Raises:
+            DsecError: as :meth:`Creation.create`; ``exhausted`` when as many of the queue wait here
+                as may: others, and what wants no units, must not stand behind them.
+        """
+        if self._waiting >= self._config.queue_waiting_max:
+            raise too_many_wait(self._waiting, self._config.retry_after_s)
+        patience_s = max(queued.message.timeout_s, self._config.queue_patience_s)
+        waited_s = max(self._clock.now() - queued.stored_at, 0.0)
+        self._waiting += 1
+        try:
+            return await self._creation.create(
+                queued.project,
+                tried,
+                max(patience_s - waited_s, tried.timeout_s),
+                ReplyAddress(),
+                key,
+                waited_s=waited_s,
+            )
+        finally:
+            self._waiting -= 1
 
     def _again(self, error: DsecError, delivery: int, left_s: float) -> DsecError:
         """Return the error that delivers the message later: ever later, and never all at once."""

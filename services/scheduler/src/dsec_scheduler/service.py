@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import random
 import socket
+from collections.abc import Awaitable
 from importlib.metadata import version
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 import structlog
@@ -20,22 +22,41 @@ from dsec_common.retry import until_available
 from dsec_common.service import Service
 from dsec_common.wire.base import Message
 from dsec_common.wire.node import NodeHeartbeat
+from dsec_common.wire.pool import CallFunction, ListPools, PoolSpec, RemovePool, SetPool
 from dsec_common.wire.sandbox import CreateSandbox, ListSandboxes, SandboxList
+from dsec_common.wire.waiting import CreateGang
 from dsec_scheduler import admission, metrics
+from dsec_scheduler.agents.part import AgentPart
+from dsec_scheduler.agents.registry import Registry
+from dsec_scheduler.agents.resolving import Resolver
+from dsec_scheduler.calls import CallDoor
 from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.creation import Creation
+from dsec_scheduler.dags.part import DagPart
+from dsec_scheduler.errors import failed_unexpectedly, no_turn
 from dsec_scheduler.events import ForgetDue, HeartbeatSeen, Moment
+from dsec_scheduler.gangs import GangDoor
 from dsec_scheduler.idempotency import RequestRecord, bucket_key
+from dsec_scheduler.leasing import Leasing
 from dsec_scheduler.ledger import BUCKET, Ledger
 from dsec_scheduler.listing import list_sandboxes
 from dsec_scheduler.placer import Placer
+from dsec_scheduler.pools import BUCKET as POOLS_BUCKET
+from dsec_scheduler.pools import PoolDoor
 from dsec_scheduler.queue_door import QueueDoor
 from dsec_scheduler.state import SchedulerState
+from dsec_scheduler.turns import LINE_SHARE
+from dsec_scheduler.unit_desk import UnitDesk
+from dsec_scheduler.waiting_door import WaitingDoor
 
 log = structlog.get_logger()
 
 QUEUE: Final = "scheduler"
 _TICK_S: Final = 0.5
+_FORGET_INTERVAL_S: Final = 60.0
+#: Looked up once: a label costs more than a count.
+_CREATE_SECONDS: Final = metrics.CREATE_SECONDS.labels("request")
+_CREATED: Final = metrics.CREATES.labels("request", "ok")
 
 
 class SchedulerService(Service[SchedulerConfig]):
@@ -47,8 +68,17 @@ class SchedulerService(Service[SchedulerConfig]):
         super().__init__(config, clock)
         self._random = random.Random()  # noqa: S311  spreads load, guards nothing
         self._core = SchedulerState(config, self._random)
+        self._leasing: Leasing
+        self._desk: UnitDesk
         self._placer: Placer
+        self._gangs: GangDoor
+        self._waits: set[asyncio.Task[None]] = set()
         self._creation: Creation
+        self._pools: PoolDoor
+        self._registry: Registry
+        self._agents: Resolver
+        self._agent_part: AgentPart
+        self._dags: DagPart
 
     # --- The life cycle -----------------------------------------------------------------------
 
@@ -71,13 +101,41 @@ class SchedulerService(Service[SchedulerConfig]):
         )
         owner = f"{socket.gethostname()} {os.getpid()}"
         ledger = Ledger(records, owner, self.config.idempotency_grace_s)
-        self._placer = Placer(self.bus, self._core, self.clock, self.config)
+        self._registry = await Registry.open(self.bus, self.clock, replicas, self._random)
+        self._agents = Resolver(self._registry)
+        self._leasing = Leasing(self.bus)
+        self._desk = UnitDesk(self.bus, self.clock, self.config, self._leasing)
+        self._placer = Placer(
+            self.bus,
+            self._core,
+            self.clock,
+            self.config,
+            agents=self._agents,
+            desk=self._desk,
+            leasing=self._leasing,
+        )
         self._creation = Creation(self._placer, ledger, self.clock)
+        self._gangs = GangDoor(
+            self.bus, self._placer, self._agents, self.config.request_timeout_max_s
+        )
+        pools = await until_available(
+            f"the bucket {POOLS_BUCKET}",
+            lambda: self.bus.kv(POOLS_BUCKET, PoolSpec, replicas=replicas),
+            self.clock,
+        )
+        self._pools = PoolDoor(self.bus, pools, self._open_heartbeats, self.clock)
+        self._dags = await DagPart.open(
+            self.bus, self._registry, self._creation, self.clock, self.config
+        )
+        self._agent_part = await AgentPart.open(
+            self.bus, self._registry, self._nodes_heard_of, self.clock, self.config
+        )
         await self.bus.register("dsec-scheduler", version("dsec"), "Where a sandbox goes")
 
     async def recover(self) -> None:
         """Learn of all nodes before a request asks for one: "none has room" must be true."""
         await self.bus.subscribe(subjects.HEARTBEATS, NodeHeartbeat, self._on_heartbeat)
+        self.spawn(self._registry.follow(), "follow agents")
         await self.clock.sleep(self.config.warm_up_s)
 
     async def subscribe(self) -> None:
@@ -91,22 +149,65 @@ class SchedulerService(Service[SchedulerConfig]):
             max_pending=4 * self.config.concurrency,
         )
         await self.bus.serve(
+            subjects.any_project("sandbox.create_gang"), CreateGang, self._create_gang, queue=QUEUE
+        )
+        await self.bus.serve(
             subjects.any_project("sandbox.list"), ListSandboxes, self._list, queue=QUEUE
         )
-        door = QueueDoor(self.bus, self._creation, self.clock, self.config, self._random)
+        pools, calls = (
+            self._pools,
+            CallDoor(self._creation, self._agents, self.config.request_timeout_max_s),
+        )
+        await self.bus.serve(subjects.any_project("pool.set"), SetPool, pools.set, queue=QUEUE)
+        await self.bus.serve(
+            subjects.any_project("pool.list"), ListPools, pools.list_pools, queue=QUEUE
+        )
+        await self.bus.serve(
+            subjects.any_project("pool.remove"), RemovePool, pools.remove, queue=QUEUE
+        )
+        await self.bus.serve(
+            subjects.any_project("function.call"),
+            CallFunction,
+            calls.call,
+            queue=QUEUE,
+            concurrency=self.config.concurrency,
+            max_pending=4 * self.config.concurrency,
+        )
+        door = QueueDoor(
+            self.bus, self._creation, self.clock, self.config, self._random, agents=self._agents
+        )
         await self.bus.consume(
             streams.QUEUE.name,
             QUEUE,
             CreateSandbox,
             door.handle,
-            max_in_flight=self.config.queue_in_flight,
+            max_in_flight=self.config.queue_in_flight + self.config.queue_waiting_max,
         )
-        self.spawn(self._tick(), "tick")
+        await self._desk.reports.listen()
+        await WaitingDoor(self.bus, self._desk).serve(QUEUE)
+        await self._agent_part.serve(QUEUE)
+        await self._dags.serve(QUEUE)
+        self.spawn(self._dags.follow(), "follow runs of DAGs")
+        self.spawn(self._dags.run(), "take over runs of DAGs")
+        self.spawn(self._agent_part.run(), "judge new versions of agents")
+        self.spawn(self._end_waits(), "end waits for silent nodes")
+        self.spawn(self._forget(), "forget silent nodes")
+        metrics.NODES.set_function(lambda: len(self._open_heartbeats()))
+        self.spawn(pools.follow(), "follow pools")
+        self.spawn(pools.run(), "tell nodes their pools")
+
+    async def quiesce(self) -> None:
+        """Send those who wait for units to another scheduler."""
+        if hasattr(self, "_desk"):
+            self._desk.stop()
+        if self._waits:
+            await asyncio.wait(set(self._waits), timeout=self.config.drain_timeout_s)
 
     async def close(self) -> None:
         """Let the last leases be given back; all else that outlives this process is in buckets."""
-        if hasattr(self, "_placer"):
-            await self._placer.finish()
+        if hasattr(self, "_desk"):
+            await self._desk.finish()
+            await self._leasing.finish()
 
     # --- What comes in ------------------------------------------------------------------------
 
@@ -122,25 +223,57 @@ class SchedulerService(Service[SchedulerConfig]):
             self._placer.end_waits(heartbeat.node)
 
     async def _create(self, asked: Request[CreateSandbox]) -> Message | None:
+        if asked.message.gpu_demand is None:
+            return await self._create_now(asked)
+        self._answer_later(asked, self._create_now(asked))
+        return None
+
+    async def _create_gang(self, asked: Request[CreateGang]) -> None:
+        self._answer_later(asked, self._gangs.create(asked))
+
+    def _answer_later(self, asked: Request[Any], work: Awaitable[Message | None]) -> None:
+        """Have what may wait for long hold no place of those who need not."""
+        wait = asyncio.create_task(self._answer(asked, work), name="create with Compute Units")
+        self._waits.add(wait)
+        wait.add_done_callback(self._waits.discard)
+
+    async def _answer(self, asked: Request[Any], work: Awaitable[Message | None]) -> None:
+        try:
+            answer = await work
+        except DsecError as error:
+            await self.bus.reply_error(asked.caller, error)
+        except Exception:
+            log.exception("a creation failed", request=asked.message.message_id)
+            await self.bus.reply_error(asked.caller, failed_unexpectedly())
+        else:
+            if answer is not None:
+                await self.bus.reply(asked.caller, answer)
+
+    async def _create_now(self, asked: Request[CreateSandbox]) -> Message | None:
         request, project = asked.message, asked.project
         began = self.clock.monotonic()
-        outcome = "ok"
+        counted = _CREATED
         try:
-            admission.check(request, self.config.request_timeout_max_s)
+            meant = await self._agents.learn(project, request) if request.agent else request
+            admission.check(meant, self.config.request_timeout_max_s)
             key = request.idempotency_key
+            # Nobody waits for longer than asked for, and time in the line counts.
+            left_s = request.timeout_s - asked.waited_s
+            if asked.waited_s > LINE_SHARE * request.timeout_s:
+                raise no_turn(request.timeout_s, self.config.retry_after_s)
             succeeded = await self._creation.create(
                 project,
                 request,
-                request.timeout_s,
+                left_s,
                 asked.caller,
                 bucket_key(project, "caller", key) if key else "",
             )
         except DsecError as error:
-            outcome = str(error.code)
+            counted = metrics.CREATES.labels("request", str(error.code))
             raise
         finally:
-            metrics.CREATES.labels("request", outcome).inc()
-            metrics.CREATE_SECONDS.labels("request").observe(self.clock.monotonic() - began)
+            counted.inc()
+            _CREATE_SECONDS.observe(self.clock.monotonic() - began)
         # A second answer would be one too many for a caller that the node has told.
         return None if succeeded.told else succeeded.created
 
@@ -150,13 +283,27 @@ class SchedulerService(Service[SchedulerConfig]):
             self.bus, asked.project, asked.message, nodes, self.config.list_timeout_s
         )
 
-    async def _tick(self) -> None:
+    async def _end_waits(self) -> None:
+        """While somebody waits for a node, look whether it has fallen silent."""
         while True:
+            await self._placer.waiting.wait()
             await self.clock.sleep(_TICK_S)
-            now = self._now()
             self._placer.end_waits_for_silent_nodes()
-            self._core.handle(ForgetDue(at=now))
-            metrics.NODES.set(len(self._core.views.open_nodes(now.monotonic_s)))
+
+    async def _forget(self) -> None:
+        while True:
+            await self.clock.sleep(_FORGET_INTERVAL_S)
+            self._core.handle(ForgetDue(at=self._now()))
+
+    def _open_heartbeats(self) -> list[NodeHeartbeat]:
+        views = self._core.views.open_nodes(self._now().monotonic_s)
+        return [view.heartbeat for view in views]
+
+    def _nodes_heard_of(self) -> list[str]:
+        now_s = self._now().monotonic_s
+        return [
+            view.name for view in self._core.views if not self._core.views.is_silent(view, now_s)
+        ]
 
     def _now(self) -> Moment:
         return Moment(self.clock.now(), self.clock.monotonic())

@@ -11,8 +11,13 @@ import random
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
+from dsec_common.compute.model import Slice
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.wire.sandbox import CreateSandbox, SandboxCreated
+from dsec_common.wire.network import needs_outside
+from dsec_common.wire.node import UPLINK
+from dsec_common.wire.pool import pool_key
+from dsec_common.wire.sandbox import CreateSandbox, Limits, SandboxCreated
+from dsec_common.wire.task import WarmUse
 from dsec_scheduler import errors
 from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.effects import (
@@ -22,7 +27,7 @@ from dsec_scheduler.effects import (
     ReleaseLease,
     Resolve,
     Succeed,
-    TakeLease,
+    TakeUnits,
 )
 from dsec_scheduler.events import (
     CreateAbandoned,
@@ -30,15 +35,17 @@ from dsec_scheduler.events import (
     Event,
     ForgetDue,
     HeartbeatSeen,
-    LeaseRefused,
-    LeaseTaken,
     Moment,
     PlaceRefused,
     PlaceResolved,
     PlaceSucceeded,
     PlaceUnanswered,
+    UnitsRefused,
+    UnitsTaken,
 )
+from dsec_scheduler.units import Granted
 from dsec_scheduler.views import NodeView, Views, largest
+from dsec_scheduler.warm_nodes import WarmNodes
 
 #: What another node may well do better. Anything else is the request's own fault and final.
 _NODE_TROUBLE: Final = frozenset(
@@ -55,9 +62,6 @@ _NODE_TROUBLE: Final = frozenset(
 #: What the last refusal is wrapped for: it speaks of one node, the answer is about all.
 _WRAPPED: Final = frozenset({ErrorCode.EXHAUSTED, ErrorCode.UNAVAILABLE, ErrorCode.TIMEOUT})
 
-#: Nodes whose units are asked for in vain before a request is refused.
-_LEASE_REFUSALS_MAX: Final = 16
-
 
 @dataclass(slots=True)
 class _Create:
@@ -67,26 +71,45 @@ class _Create:
     deadline: float
     node: str = ""
     lease_id: str = ""
+    slices: tuple[Slice, ...] = ()
     valid_until: float = 0.0
     attempts: int = 0
-    lease_refusals: int = 0
     refused_nodes: set[str] = field(default_factory=set)
     refused_stores: set[str] = field(default_factory=set)
     last_error: DsecError | None = None
     missing_layer: DsecError | None = None
+    needs_outside: bool = field(init=False)
+    wants_units: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.asked.request
+        self.wants_units = request.gpu_demand is not None
+        self.needs_outside = needs_outside(request.network) or needs_outside(request.setup_network)
 
     @property
     def request(self) -> CreateSandbox:
         """The caller's request."""
         return self.asked.request
 
+    @property
+    def snapshot_node(self) -> str:
+        """The only node that has the snapshot to start from; empty without one."""
+        return self.request.snapshot.partition(".")[0]
+
     def may_use(self, view: NodeView) -> bool:
         """Return whether this creation may go to the node, room apart."""
         return (
             view.name not in self.refused_nodes
-            and view.heartbeat.store_id not in self.refused_stores
-            and (self.request.limits.cu <= 0 or bool(view.heartbeat.gpus))
+            and store_of(view) not in self.refused_stores
+            and (not self.wants_units or bool(view.heartbeat.gpus))
+            and self.snapshot_node in {"", view.name}
+            and not (self.needs_outside and UPLINK in view.heartbeat.missing)
         )
+
+
+def store_of(view: NodeView) -> str:
+    """Return which layer store a node has: one of its own unless it says otherwise."""
+    return view.heartbeat.store_id or view.name
 
 
 class SchedulerState:
@@ -101,12 +124,14 @@ class SchedulerState:
         self._random = randomness
         self._creates: dict[int, _Create] = {}
         self.views = Views(config.node_timeout_s, config.node_forget_s)
+        self._warm = WarmNodes()
 
     def handle(self, event: Event) -> list[Effect]:
         """Take in one event and return what is to be done, in order."""
         match event:
             case HeartbeatSeen():
-                self.views.observe(event.heartbeat, event.at.monotonic_s)
+                self.views.observe(event.heartbeat, event.at.monotonic_s, event.at.unix_s)
+                self._warm.observe(event.heartbeat)
                 return []
             case ForgetDue():
                 self.views.forget_silent(event.at.monotonic_s)
@@ -122,8 +147,8 @@ class SchedulerState:
     def _go_on(
         self,
         create: _Create,
-        event: LeaseTaken
-        | LeaseRefused
+        event: UnitsTaken
+        | UnitsRefused
         | PlaceSucceeded
         | PlaceRefused
         | PlaceUnanswered
@@ -132,11 +157,10 @@ class SchedulerState:
     ) -> list[Effect]:
         effects: list[Effect]
         match event:
-            case LeaseTaken():
-                create.lease_id = event.lease_id
-                effects = self._place(create, event.at)
-            case LeaseRefused():
-                effects = self._on_lease_refused(create, event)
+            case UnitsTaken():
+                effects = self._hold(create, event.node, event.lease_id, event.slices, event.at)
+            case UnitsRefused():
+                effects = self._refuse(create, event.error)
             case PlaceSucceeded():
                 self._settle(create, event.created)
                 effects = self._done(
@@ -171,13 +195,17 @@ class SchedulerState:
 
     def _next(self, create: _Create, at: Moment) -> list[Effect]:
         """Draw a node and begin with it, or refuse."""
-        limits = create.request.limits
         if create.attempts >= self._config.attempts_max:
-            return self._refuse(create, self._last_word(create))
+            return self._refuse(create, self._last_word(create, at))
         if at.monotonic_s >= create.deadline:
             error = errors.out_of_time(create.asked.timeout_s, create.last_error)
             return self._refuse(create, error)
-        node = self.views.choose(
+        if create.asked.units is not None:
+            return self._place_granted(create, create.asked.units, at)
+        if create.wants_units:
+            return self._take_units(create, at)
+        limits = create.request.limits
+        node = self._warm_node(create, at) or self.views.choose(
             limits, create.may_use, self._config.choices, at.monotonic_s, self._random
         )
         if node is None:
@@ -186,16 +214,83 @@ class SchedulerState:
         view = self.views.get(node)
         assert view is not None  # noqa: S101  just drawn
         view.grant(create.asked.create_id, limits)
-        if limits.cu > 0:
-            return [
-                TakeLease(
-                    create_id=create.asked.create_id,
-                    node=node,
-                    cu=limits.cu,
-                    ttl_s=self._attempt_s(create, at) + self._config.lease_claim_s,
-                )
-            ]
         return self._place(create, at)
+
+    def _take_units(self, create: _Create, at: Moment) -> list[Effect]:
+        """Have units leased on whatever node has them first, unless no node ever could."""
+        limits, open_nodes = create.request.limits, self.views.open_nodes(at.monotonic_s)
+        usable = [view for view in open_nodes if create.may_use(view)]
+        if not any(view.could_ever_hold(limits) for view in usable):
+            return self._refuse(create, self._why_none(create, at))
+        return [
+            TakeUnits(
+                create_id=create.asked.create_id,
+                needs=(
+                    limits,
+                    create.snapshot_node,
+                    create.needs_outside,
+                    frozenset(create.refused_nodes),
+                    frozenset(create.refused_stores),
+                ),
+                timeout_s=max(create.deadline - at.monotonic_s, 0.0),
+            )
+        ]
+
+    def _place_granted(self, create: _Create, units: Granted, at: Moment) -> list[Effect]:
+        """Place on the node of the units, once."""
+        if create.attempts:
+            return self._refuse(create, self._last_word(create, at))
+        return self._hold(create, units.node, units.lease_id, units.slices, at)
+
+    def has_room(self, node: str, limits: Limits, at: Moment) -> bool:
+        """Return whether a node takes sandboxes and has room for one."""
+        view = self.views.get(node)
+        return (
+            view is not None and self.views.is_open(view, at.monotonic_s) and view.has_room(limits)
+        )
+
+    def may_take(self, create_id: int, node: str, at: Moment) -> bool:
+        """Return whether units on a node are of use to a creation: it has room for the rest."""
+        create, view = self._creates.get(create_id), self.views.get(node)
+        return (
+            create is not None
+            and view is not None
+            and create.may_use(view)
+            and self.has_room(node, create.request.limits, at)
+        )
+
+    def _hold(
+        self, create: _Create, node: str, lease_id: str, slices: tuple[Slice, ...], at: Moment
+    ) -> list[Effect]:
+        create.node, create.lease_id, create.slices = node, lease_id, slices
+        view = self.views.get(node)
+        if view is not None:
+            view.grant(create.asked.create_id, create.request.limits)
+        return self._place(create, at)
+
+    def _warm_node(self, create: _Create, at: Moment) -> str | None:
+        """Return a node with room that holds a sandbox like this one ready, or None."""
+        request = create.request
+        if not self._warm or request.warm is WarmUse.BYPASS or request.snapshot:
+            return None
+
+        def usable(node: str) -> bool:
+            view = self.views.get(node)
+            return (
+                view is not None
+                and create.may_use(view)
+                and self.views.is_open(view, at.monotonic_s)
+                and view.has_room(request.limits)
+            )
+
+        key = pool_key(
+            create.asked.project,
+            request.base,
+            request.workspace,
+            request.toolkits,
+            request.limits,
+        )
+        return self._warm.take(key, usable)
 
     def _attempt_s(self, create: _Create, at: Moment) -> float:
         left_s = max(create.deadline - at.monotonic_s, 0.0)
@@ -211,18 +306,9 @@ class SchedulerState:
                 local=create.asked.local,
                 lease_id=create.lease_id,
                 valid_until=create.valid_until,
+                slices=create.slices,
             )
         ]
-
-    def _on_lease_refused(self, create: _Create, event: LeaseRefused) -> list[Effect]:
-        node, create.last_error = create.node, event.error
-        effects = self._leave_node(create)
-        create.refused_nodes.add(node)
-        create.lease_refusals += 1
-        final = event.error.code not in _NODE_TROUBLE
-        if final or create.lease_refusals >= _LEASE_REFUSALS_MAX:
-            return effects + self._refuse(create, event.error)
-        return effects + self._next(create, event.at)
 
     def _on_refused(self, create: _Create, event: PlaceRefused) -> list[Effect]:
         node, error = create.node, event.error
@@ -237,9 +323,8 @@ class SchedulerState:
             create.missing_layer = error
             # Nodes with the same layer store lack the same layers.
             view = self.views.get(node)
-            store = error.details.get("store_id") or (view.heartbeat.store_id if view else "")
-            if store:
-                create.refused_stores.add(str(store))
+            own = store_of(view) if view else node
+            create.refused_stores |= {own, str(error.details.get("store_id") or own)}
         return effects + self._next(create, event.at)
 
     def _on_resolved(self, create: _Create, event: PlaceResolved) -> list[Effect]:
@@ -251,7 +336,7 @@ class SchedulerState:
         create.refused_nodes.add(create.node)
         # Nobody said that the sandbox is not there. Its units are not given back: unless the node
         # names them in a heartbeat they run out soon.
-        create.lease_id = ""
+        create.lease_id, create.slices = "", ()
         return self._leave_node(create) + self._next(create, event.at)
 
     def _on_unreached(self, create: _Create, at: Moment) -> list[Effect]:
@@ -275,7 +360,7 @@ class SchedulerState:
             create.node = ""
         if create.lease_id:
             effects.append(ReleaseLease(lease_id=create.lease_id))
-            create.lease_id = ""
+            create.lease_id, create.slices = "", ()
         return effects
 
     def _refuse(self, create: _Create, error: DsecError) -> list[Effect]:
@@ -287,31 +372,49 @@ class SchedulerState:
 
     # --- Saying no ----------------------------------------------------------------------------
 
-    def _last_word(self, create: _Create) -> DsecError:
+    def _last_word(self, create: _Create, at: Moment) -> DsecError:
         """Return the error after nodes have refused: the most telling of theirs."""
+        if create.missing_layer is not None and not create.snapshot_node:
+            return self._why_missing(create, create.missing_layer, at)
         error = create.missing_layer or create.last_error
         assert error is not None  # noqa: S101  only called after a refusal
         if error.code in _WRAPPED and create.attempts:
             return errors.out_of_attempts(create.attempts, error, self._config.retry_after_s)
         return error
 
+    def _why_missing(self, create: _Create, error: DsecError, at: Moment) -> DsecError:
+        """Return the error for a layer that each store looked in lacks; say which were left out."""
+        others = [view for view in self.views if store_of(view) not in create.refused_stores]
+        if not others:
+            return error
+        silent = [view.name for view in others if self.views.is_silent(view, at.monotonic_s)]
+        full = [view.name for view in others if view.name not in silent]
+        return errors.layer_not_looked_for(error, full, silent, self._config.retry_after_s)
+
     def _why_none(self, create: _Create, at: Moment) -> DsecError:
         """Return why no node can be drawn."""
         if create.last_error is not None:
-            return self._last_word(create)
+            return self._last_word(create, at)
         limits = create.request.limits
         open_nodes = self.views.open_nodes(at.monotonic_s)
         if not open_nodes:
             return errors.no_nodes(len(self.views), self.views.draining(at.monotonic_s))
         usable = [view for view in open_nodes if create.may_use(view)]
         if not usable:
-            return errors.no_gpus(limits.cu)
+            return self._why_none_usable(create, open_nodes)
         possible = [view for view in usable if view.could_ever_hold(limits)]
         if not possible:
-            capacity = largest(usable).heartbeat.capacity
-            name = largest(usable).name
-            return errors.too_large(limits, name, capacity.cpus, capacity.memory_bytes)
+            view = largest(usable)
+            return errors.too_large(limits, view.name, view.most())
         return errors.all_full(len(possible), limits, self._config.retry_after_s)
+
+    def _why_none_usable(self, create: _Create, open_nodes: list[NodeView]) -> DsecError:
+        if create.snapshot_node not in {"", *(view.name for view in open_nodes)}:
+            return errors.snapshot_node_away(create.request.snapshot, create.snapshot_node)
+        demand = create.request.gpu_demand
+        if demand is not None and not any(view.heartbeat.gpus for view in open_nodes):
+            return errors.no_gpus(demand.min_cu)
+        return errors.no_uplink({view.name: view.heartbeat.missing for view in open_nodes})
 
     # --- Looking ------------------------------------------------------------------------------
 

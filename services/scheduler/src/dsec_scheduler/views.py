@@ -6,7 +6,9 @@ the node decides in the end, so it need not be right, only good.
 
 from __future__ import annotations
 
+import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,7 +20,13 @@ VETO_S: Final = 0.1
 """A node that said it is full is not asked again for this long, unless it looks roomy."""
 
 _DRAWS_PER_CHOICE: Final = 4
+#: Silence comes without a word, so nodes are counted again so often.
+_COUNT_HOLDS_S: Final = 0.25
+#: Of so many heartbeats the quickest tells how a node's clock differs from ours. When its clock is
+#: set back that takes as many to be known, and until then placements there lapse too late.
+_LAGS_KEPT: Final = 8
 _TOLERANCE: Final = 1e-9
+_NOTHING: Final = Resources()
 
 
 @dataclass(slots=True)
@@ -62,6 +70,19 @@ class NodeView:
     settled: Sum = field(default_factory=Sum)
     vetoed_until: float = 0.0
     unreachable: bool = False
+    lags_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LAGS_KEPT))
+    _most: Resources = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._most = _most_of_one(self.heartbeat)
+
+    @property
+    def lag_s(self) -> float:
+        """How far the node's wall clock is behind ours, by the heartbeat that came quickest.
+
+        The heartbeat's way here is part of it: it is rather more than the clocks differ, not less.
+        """
+        return min(self.lags_s, default=0.0)
 
     @property
     def name(self) -> str:
@@ -101,6 +122,7 @@ class NodeView:
             self.pending, self.settled = Sum(), Sum()
             self.vetoed_until = 0.0
         self.heartbeat, self.seen_at, self.unreachable = heartbeat, now, False
+        self._most = _most_of_one(heartbeat)
         counted = [
             create_id
             for create_id, grant in self.grants.items()
@@ -122,29 +144,63 @@ class NodeView:
             sandboxes=allocated.sandboxes + self.pending.sandboxes + self.settled.sandboxes,
         )
 
+    def most(self) -> Resources:
+        """Return the most that one sandbox could have: no more than there is, oversold or not."""
+        return self._most
+
     def could_ever_hold(self, limits: Limits) -> bool:
         """Return whether the sandbox fits into the node when it is empty."""
-        return _fits(limits, Resources(), self.heartbeat.capacity)
+        return _fits(limits, _NOTHING, self._most)
 
     def has_room(self, limits: Limits) -> bool:
         """Return whether the sandbox fits by all that is known."""
-        return _fits(limits, self.taken(), self.heartbeat.capacity)
+        # Asked for each node that is drawn: no sum is made an object of.
+        pending, settled = self.pending, self.settled
+        allocated, capacity = self.heartbeat.allocated, self.heartbeat.capacity
+        return (
+            allocated.cpus + pending.cpus + settled.cpus + limits.cpus <= capacity.cpus + _TOLERANCE
+            and allocated.memory_bytes
+            + pending.memory_bytes
+            + settled.memory_bytes
+            + limits.memory_bytes
+            <= capacity.memory_bytes
+            and allocated.sandboxes + pending.sandboxes + settled.sandboxes < capacity.sandboxes
+            and self.could_ever_hold(limits)
+        )
 
     def may_have_room(self, limits: Limits, now: float) -> bool:
         """Return whether the sandbox may fit although it seems not to.
 
         Sandboxes end between heartbeats: only what is being made right now is certainly there.
         """
-        return now >= self.vetoed_until and _fits(limits, self.pending, self.heartbeat.capacity)
+        return (
+            now >= self.vetoed_until
+            and _fits(limits, self.pending, self.heartbeat.capacity)
+            and self.could_ever_hold(limits)
+        )
 
     def load(self) -> float:
         """Return the fullest of the node's resources, 0 to 1 (and above when oversold)."""
-        taken, capacity = self.taken(), self.heartbeat.capacity
+        pending, settled = self.pending, self.settled
+        allocated, capacity = self.heartbeat.allocated, self.heartbeat.capacity
         return max(
-            _share(taken.cpus, capacity.cpus),
-            _share(taken.memory_bytes, capacity.memory_bytes),
-            _share(taken.sandboxes, capacity.sandboxes),
+            _share(allocated.cpus + pending.cpus + settled.cpus, capacity.cpus),
+            _share(
+                allocated.memory_bytes + pending.memory_bytes + settled.memory_bytes,
+                capacity.memory_bytes,
+            ),
+            _share(allocated.sandboxes + pending.sandboxes + settled.sandboxes, capacity.sandboxes),
         )
+
+
+def _most_of_one(heartbeat: NodeHeartbeat) -> Resources:
+    capacity, physical = heartbeat.capacity, heartbeat.physical
+    return Resources(
+        # A heartbeat that tells nothing of the machine speaks of what is handed out alone.
+        cpus=min(capacity.cpus, physical.cpus or capacity.cpus),
+        memory_bytes=min(capacity.memory_bytes, physical.memory_bytes or capacity.memory_bytes),
+        sandboxes=capacity.sandboxes,
+    )
 
 
 def _share(part: float, whole: float) -> float:
@@ -172,6 +228,7 @@ class Views:
         self._forget_s = forget_s
         self._views: dict[str, NodeView] = {}
         self._names: list[str] = []
+        self._open_count, self._counted_at = 0, -math.inf
 
     def __len__(self) -> int:
         return len(self._views)
@@ -185,14 +242,22 @@ class Views:
 
     # --- What becomes known -------------------------------------------------------------------
 
-    def observe(self, heartbeat: NodeHeartbeat, now: float) -> None:
+    def observe(self, heartbeat: NodeHeartbeat, now: float, unix_s: float) -> None:
         """Take over a heartbeat, of a new node or a known one."""
         view = self._views.get(heartbeat.node)
+        if view is None or view.unreachable or view.heartbeat.draining != heartbeat.draining:
+            self._counted_at = -math.inf
         if view is not None:
             view.observe(heartbeat, now)
-            return
-        self._views[heartbeat.node] = NodeView(heartbeat, now)
-        self._names.append(heartbeat.node)
+        else:
+            view = self._views[heartbeat.node] = NodeView(heartbeat, now)
+            self._names.append(heartbeat.node)
+        view.lags_s.append(unix_s - heartbeat.sent_at)
+
+    def lag_s(self, node: str) -> float:
+        """Return how far a node's wall clock is behind ours; 0 for one that was never heard."""
+        view = self._views.get(node)
+        return view.lag_s if view is not None else 0.0
 
     def forget_silent(self, now: float) -> None:
         """Drop nodes that have been silent for very long."""
@@ -200,6 +265,7 @@ class Views:
             if now - view.seen_at > self._forget_s:
                 del self._views[name]
                 self._names.remove(name)
+                self._counted_at = -math.inf
 
     def veto(self, node: str, now: float) -> None:
         """Note that the node says it is full."""
@@ -212,6 +278,7 @@ class Views:
         view = self._views.get(node)
         if view is not None:
             view.unreachable = True
+            self._counted_at = -math.inf
 
     # --- Choosing -----------------------------------------------------------------------------
 
@@ -241,7 +308,7 @@ class Views:
         drawn = self._draw(limits, usable, choices, now, randomness)
         if drawn:
             return min(drawn, key=NodeView.load).name
-        alive = [view for view in self if usable(view) and self._is_open(view, now)]
+        alive = [view for view in self if usable(view) and self.is_open(view, now)]
         for fits in (NodeView.has_room, lambda view, limits: view.may_have_room(limits, now)):
             found = [view for view in alive if fits(view, limits)]
             if found:
@@ -258,24 +325,36 @@ class Views:
         randomness: random.Random,
     ) -> list[NodeView]:
         """Return ``choices`` random nodes with room, or none when they are not quickly found."""
-        draws = choices * _DRAWS_PER_CHOICE
-        if len(self._names) <= draws:
+        draws, names = choices * _DRAWS_PER_CHOICE, self._names
+        if len(names) <= draws:
             return []
-        found = []
-        for name in randomness.sample(self._names, draws):
-            view = self._views[name]
-            if self._is_open(view, now) and usable(view) and view.has_room(limits):
+        found: list[NodeView] = []
+        drawn: set[int] = set()
+        while len(drawn) < draws:
+            at = int(randomness.random() * len(names))
+            if at in drawn:
+                continue
+            drawn.add(at)
+            view = self._views[names[at]]
+            if self.is_open(view, now) and usable(view) and view.has_room(limits):
                 found.append(view)
                 if len(found) == choices:
                     return found
         return found
 
-    def _is_open(self, view: NodeView, now: float) -> bool:
+    def is_open(self, view: NodeView, now: float) -> bool:
+        """Return whether the node is alive and takes new sandboxes."""
         return self.is_alive(view, now) and not view.heartbeat.draining
 
     def open_nodes(self, now: float) -> list[NodeView]:
         """Return the nodes that are alive and take new sandboxes."""
-        return [view for view in self if self._is_open(view, now)]
+        return [view for view in self if self.is_open(view, now)]
+
+    def open_count(self, now: float) -> int:
+        """Return how many those are; what fell silent a moment ago may be among them."""
+        if now - self._counted_at > _COUNT_HOLDS_S:
+            self._open_count, self._counted_at = len(self.open_nodes(now)), now
+        return self._open_count
 
     def draining(self, now: float) -> int:
         """Return how many live nodes are draining."""
@@ -283,8 +362,5 @@ class Views:
 
 
 def largest(views: Iterable[NodeView]) -> NodeView:
-    """Return the node that hands out the most memory; of equal ones the most cpus."""
-    return max(
-        views,
-        key=lambda view: (view.heartbeat.capacity.memory_bytes, view.heartbeat.capacity.cpus),
-    )
+    """Return the node whose sandboxes can have the most memory; of equal ones the most cpus."""
+    return max(views, key=lambda view: (view.most().memory_bytes, view.most().cpus))

@@ -1,0 +1,1 @@
+"""The agent registry: versions, instances, policies, and rolling updates."""

@@ -1,0 +1,152 @@
+"""What waits for Compute Units, what is known of those, and what becomes of either. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from dsec_common.compute.model import GpuDemand, ServiceClass, Slice
+from dsec_scheduler.solving.problem import DURATION_S, NodeCapacity, Problem, Solution
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """One request for Compute Units, or a gang of them that is granted together or not at all.
+
+    Attributes:
+        ask_id: this process's own number; one of another scheduler's asks has none of ours.
+        request_id: the create request's message id, by which its project knows it.
+        demands: one for each sandbox.
+        asked_at: when it began to wait, by this process's monotonic clock; before its start for
+            one that has waited at another scheduler.
+        duration_s: how long it will hold its units, as well as anyone can tell.
+        may_use: whether a node may be given to it, its cards apart; the same for equal ``needs``.
+        needs: what ``may_use`` depends on.
+        foreign: it waits at another scheduler: it keeps its turn here, and is granted there.
+    """
+
+    ask_id: int
+    request_id: str
+    project: str
+    demands: tuple[GpuDemand, ...]
+    asked_at: float
+    service_class: ServiceClass = ServiceClass.STANDARD
+    priority: int = 0
+    duration_s: float = DURATION_S
+    may_use: Callable[[str], bool] | None = None
+    needs: object = None
+    foreign: bool = False
+
+    @property
+    def min_cu(self) -> float:
+        """Units without which it is not granted."""
+        return sum(demand.min_cu for demand in self.demands)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldUnits:
+    """One lease; ``since`` is Unix time."""
+
+    cu: float
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All that a round goes by.
+
+    Attributes:
+        nodes: those that take sandboxes; what was granted a moment ago is held there already.
+        held_cu: by project, under leases.
+        prices: of one CU for an hour, by model.
+        foreign: what waits at other schedulers, each one's first.
+        leases: by node, for explanations.
+    """
+
+    nodes: tuple[NodeCapacity, ...] = ()
+    held_cu: Mapping[str, float] = field(default_factory=dict)
+    prices: Mapping[str, float] = field(default_factory=dict)
+    foreign: tuple[Ask, ...] = ()
+    leases: Mapping[str, tuple[HeldUnits, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one sandbox of an ask gets."""
+
+    node: str
+    slices: tuple[Slice, ...]
+
+
+# --- Events ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Somebody wants units; ``world`` is looked at when nobody goes before it."""
+
+    ask: Ask
+    world: World
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """An ask is over for its own reasons: cancelled, out of time, its caller gone."""
+
+    ask_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDue:
+    """Time to see who gets what."""
+
+    world: World
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The solver's answer to the last :class:`Solve`; None when it failed."""
+
+    solution: Solution | None
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesTaken:
+    """The broker granted all that a :class:`TakeLeases` names."""
+
+    ask_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesRefused:
+    """It did not; nothing is held of it. The ask waits on, in its place."""
+
+    ask_id: int
+
+
+WaitingEvent: TypeAlias = Asked | Withdrawn | RoundDue | Solved | LeasesTaken | LeasesRefused
+
+
+# --- Effects --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Solve:
+    """Ask the solver; :class:`Solved` must follow, whatever comes of it."""
+
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class TakeLeases:
+    """Take all of these from the broker, or none; the answer must follow."""
+
+    ask_id: int
+    parts: tuple[Part, ...]
+
+
+WaitingEffect: TypeAlias = Solve | TakeLeases

@@ -1,0 +1,1 @@
+"""DAGs of agents: checked when they are registered, run step by step, resumed after failures."""

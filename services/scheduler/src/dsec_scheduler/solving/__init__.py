@@ -1,0 +1,1 @@
+"""Which of the requests that wait gets which slices: the parts of the solver."""

@@ -1,0 +1,98 @@
+"""Cards and leases of all nodes, as the broker told them last, and what was asked of it since."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from dsec_common import subjects
+from dsec_common.bus import Bus
+from dsec_common.clock import Clock
+from dsec_common.wire.lease import LeaseList, ListLeases, NodeLeases
+from dsec_scheduler.asks import Ask, HeldUnits, Part, World
+from dsec_scheduler.solving.problem import NodeCapacity
+
+_TIMEOUT_S: Final = 2.0
+
+
+class UnitBooks:
+    """What a round goes by; nothing is asked of the broker while nobody wants units."""
+
+    def __init__(self, bus: Bus, clock: Clock, prices: Mapping[str, float]) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._prices = prices
+        self._nodes: tuple[NodeLeases, ...] = ()
+        self._asked_at = -math.inf
+        self._asking: asyncio.Task[None] | None = None
+        #: What is being taken, or was since the broker was asked, by ask.
+        self._taken: dict[int, tuple[str, tuple[Part, ...], float]] = {}
+
+    async def refresh(self, max_age_s: float) -> None:
+        """Have what is known here be no older than so long; who asks meanwhile shares the answer.
+
+        Raises:
+            DsecError: the broker did not answer.
+        """
+        if self._clock.monotonic() - self._asked_at <= max_age_s:
+            return
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(), name="ask for leases")
+            # Who asked may have gone.
+            self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        await asyncio.shield(self._asking)
+
+    async def _ask(self) -> None:
+        asked_at = self._clock.monotonic()
+        nodes: list[NodeLeases] = []
+        after, more = "", True
+        while more:
+            page = await self._bus.request(
+                subjects.lease("list"), ListLeases(after=after), LeaseList, timeout_s=_TIMEOUT_S
+            )
+            nodes += page.nodes
+            more = page.more and bool(page.nodes)
+            after = nodes[-1].node if nodes else ""
+        self._nodes, self._asked_at = tuple(nodes), asked_at
+        # What was granted before the question is in the answer.
+        self._taken = {key: it for key, it in self._taken.items() if it[2] >= asked_at}
+
+    def taking(self, ask: Ask, parts: tuple[Part, ...]) -> None:
+        """Count what the broker is being asked for."""
+        self._taken[ask.ask_id] = (ask.project, parts, math.inf)
+
+    def taken(self, ask_id: int, *, granted: bool) -> None:
+        """Note what the broker said."""
+        project, parts, _ = self._taken.pop(ask_id)
+        if granted:
+            self._taken[ask_id] = (project, parts, self._clock.monotonic())
+
+    def world(self, foreign: Iterable[Ask]) -> World:
+        """Return what is known."""
+        held_cu: dict[str, float] = {}
+        held = {it.node: [s for lease in it.leases for s in lease.slices] for it in self._nodes}
+        for it in self._nodes:
+            for lease in it.leases:
+                held_cu[lease.project] = held_cu.get(lease.project, 0.0) + lease.cu
+        for project, parts, _ in self._taken.values():
+            for part in parts:
+                # A grant may be in the list already though it came before the answer.
+                fresh = [s for s in part.slices if s not in held.get(part.node, ())]
+                held.setdefault(part.node, []).extend(fresh)
+                held_cu[project] = held_cu.get(project, 0.0) + math.fsum(s.cu for s in fresh)
+        return World(
+            nodes=tuple(
+                NodeCapacity(it.node, it.cards, tuple(held[it.node]))
+                for it in self._nodes
+                if it.ready and it.cards
+            ),
+            held_cu=held_cu,
+            prices=self._prices,
+            foreign=tuple(foreign),
+            leases={
+                it.node: tuple(HeldUnits(lease.cu, lease.granted_at) for lease in it.leases)
+                for it in self._nodes
+            },
+        )

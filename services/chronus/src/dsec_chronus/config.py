@@ -13,7 +13,7 @@ class ChronusConfig(ServiceConfig, frozen=True, kw_only=True):
     Attributes:
         shards: how many shards all rollouts are spread over, the same for every process. When it
             changes, idempotency keys used before it are not known again.
-        lease_ttl_s: a shard whose owner is silent for this long goes to another.
+        lease_ttl_s: the shards of a process that is silent for this long go to others.
         poll_max_s: the longest that one request may wait for a stage or for feedback.
         polls_max: requests that may wait on one shard at once.
         waiting_max: changes that may wait for the journal on one shard.

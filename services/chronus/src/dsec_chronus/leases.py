@@ -1,8 +1,10 @@
-"""Who owns which shard: leases in a bucket, and a fair share for each process.
+"""Who owns which shard: one lease for each process, and a fair share for each.
 
-A lease is an entry that NATS drops when it is not renewed. Its holder counts from before it asked
-for the renewal and stops a little early, so that two processes never both think they own a shard;
-the journal's fence holds even where a clock stood still.
+A process's lease is an entry that NATS drops when it is not renewed; what the process owns, it owns
+by that lease, so that its silence frees all of it and being there costs the same with one shard or
+a thousand. The holder counts from before it asked for the renewal and stops a little early, so that
+two processes never both think they own a shard; the journal's fence holds even where a clock stood
+still.
 """
 
 from __future__ import annotations
@@ -12,16 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import structlog
-
 from dsec_common.bus import Entry, KeyValue
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.base import Message
 
-log = structlog.get_logger()
-
-BUCKET: Final = "chronus-shards"
+BUCKET: Final = "chronus-owners"
 
 _SHARD: Final = "shard."
 _PROCESS: Final = "process."
@@ -30,9 +28,15 @@ _SAFE_SHARE: Final = 0.9
 
 
 class Lease(Message, frozen=True, kw_only=True):
-    """An entry of the bucket: a process lives, or owns a shard."""
+    """An entry of the bucket: a process lives, or owns a shard.
+
+    Attributes:
+        process: its id.
+        leaving: it hands over what it owns and wants no share any more.
+    """
 
     process: str
+    leaving: bool = False
 
 
 class Plan(NamedTuple):
@@ -49,7 +53,7 @@ def plan(process: str, processes: Iterable[str], owners: Mapping[str, str]) -> P
 
     Args:
         process: who asks.
-        processes: all that live; ``process`` counts even when it is not among them.
+        processes: all that want a share; ``process`` counts even when it is not among them.
         owners: every shard's owner, empty when it is free.
     """
     share = math.ceil(len(owners) / len({process, *processes}))
@@ -58,20 +62,25 @@ def plan(process: str, processes: Iterable[str], owners: Mapping[str, str]) -> P
     return Plan(tuple(free[: max(0, share - len(mine))]), tuple(mine[share:]))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Held:
-    """A lease that is ours until ``until_s`` of the monotonic clock."""
+    """A shard that is ours as long as our lease runs and its entry has this revision."""
 
     shard: str
     revision: int
-    until_s: float
+
+
+class _Seen(NamedTuple):
+    lease: Lease
+    revision: int
+    at_s: float
 
 
 class Leases:
     """The bucket as one process sees it.
 
     Args:
-        bucket: entries live for ``ttl_s``.
+        bucket: processes' entries have a life of their own in it, shards' stay.
         process: this process's id.
         ttl_s: a lease's life.
         clock: counts it.
@@ -82,108 +91,139 @@ class Leases:
         self._process = process
         self._ttl_s = ttl_s
         self._clock = clock
-        self._seen: dict[str, tuple[str, float]] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._until_s = -math.inf
+
+    # --- Our own lease ------------------------------------------------------------------------
+
+    @property
+    def in_force(self) -> bool:
+        """Whether our lease runs, and so whatever we own is ours."""
+        return self._clock.monotonic() < self._until_s
+
+    async def renew(self, *, leaving: bool = False) -> bool:
+        """Prolong our lease, which tells the others that we live and whether we want our share.
+
+        Returns:
+            Whether it ran all the time: after a gap, what we own may be another's.
+
+        Raises:
+            DsecError: ``unavailable`` or ``timeout``; it then runs out when its time comes.
+        """
+        asked_at = self._clock.monotonic()
+        await self._bucket.put(
+            _PROCESS + self._process,
+            Lease(process=self._process, leaving=leaving),
+            ttl_s=math.ceil(self._ttl_s),  # NATS counts whole seconds
+        )
+        without_gap = self.in_force
+        self._until_s = asked_at + self._ttl_s * _SAFE_SHARE
+        return without_gap
+
+    async def end(self) -> None:
+        """Free all that we own, and tell the others that this process is gone."""
+        self._until_s = -math.inf
+        await self._bucket.delete(_PROCESS + self._process)
+
+    # --- What is known ------------------------------------------------------------------------
 
     def saw(self, entry: Entry[Lease]) -> bool:
         """Take in what the bucket's watch tells; return whether it calls for a new plan."""
-        known = entry.key in self._seen
+        known = self._seen.get(entry.key)
         if entry.value is None:
             self._seen.pop(entry.key, None)
-            return known
-        self._seen[entry.key] = (entry.value.process, self._clock.monotonic())
-        return not known and entry.key.startswith(_PROCESS)
+            return known is not None
+        self._seen[entry.key] = _Seen(entry.value, entry.revision, self._clock.monotonic())
+        is_news = known is None or known.lease.leaving != entry.value.leaving
+        return is_news and entry.key.startswith(_PROCESS)
 
-    def _alive(self, prefix: str) -> dict[str, str]:
+    def is_lost(self, held: Held) -> bool:
+        """Return whether another process was seen to have taken a shard from us."""
+        seen = self._seen.get(_SHARD + held.shard)
+        return (
+            seen is not None
+            and seen.revision > held.revision
+            and seen.lease.process != self._process
+        )
+
+    def _living(self) -> dict[str, Lease]:
         # The watch may miss the end of an entry across a lost connection, never its renewals.
         oldest_s = self._clock.monotonic() - 2 * self._ttl_s
         return {
-            key.removeprefix(prefix): process
-            for key, (process, seen_s) in self._seen.items()
-            if key.startswith(prefix) and seen_s > oldest_s
+            seen.lease.process: seen.lease
+            for key, seen in self._seen.items()
+            if key.startswith(_PROCESS) and seen.at_s > oldest_s
         }
 
     def plan(self, shards: Iterable[str], mine: Iterable[str]) -> Plan:
         """Return what to take and give up, by what has been seen and what is held."""
-        owners = self._alive(_SHARD)
-        held = set(mine)
-        return plan(
-            self._process,
-            self._alive(_PROCESS),
-            {
-                shard: self._process if shard in held else self._other(owners.get(shard, ""))
-                for shard in shards
-            },
-        )
+        living, held = self._living(), set(mine)
+        wanting = [process for process, lease in living.items() if not lease.leaving]
+        owners = {shard: self._owner(shard, living, held) for shard in shards}
+        return plan(self._process, wanting, owners)
 
-    def _other(self, owner: str) -> str:
-        # A lease of ours that is not held was given up a moment ago.
-        return "" if owner == self._process else owner
+    def _owner(self, shard: str, living: Mapping[str, Lease], held: set[str]) -> str:
+        if shard in held:
+            return self._process
+        seen = self._seen.get(_SHARD + shard)
+        owner = "" if seen is None else seen.lease.process
+        # What is ours by the bucket but not held was given up a moment ago.
+        return owner if owner in living and owner != self._process else ""
 
-    async def announce(self) -> None:
-        """Tell the others that this process lives and wants its share."""
-        await self._bucket.put(_PROCESS + self._process, Lease(process=self._process))
-
-    async def withdraw(self) -> None:
-        """Tell the others that this process wants nothing any more."""
-        await self._bucket.delete(_PROCESS + self._process)
+    # --- Shards -------------------------------------------------------------------------------
 
     async def take(self, shard: str) -> Held | None:
-        """Return the lease on a free shard, or None when another was faster.
+        """Take a free shard; return None when our lease does not run or another was faster.
 
         Raises:
             DsecError: ``unavailable`` or ``timeout``.
         """
-        asked_at = self._clock.monotonic()
+        seen = self._seen.get(_SHARD + shard)
+        if not self.in_force or (seen is not None and await self._lives(seen.lease.process)):
+            return None
+        key, lease = _SHARD + shard, Lease(process=self._process)
         try:
-            revision = await self._bucket.create(_SHARD + shard, Lease(process=self._process))
+            if seen is None:
+                return Held(shard, await self._bucket.create(key, lease))
+            return Held(shard, await self._bucket.update(key, lease, seen.revision))
         except DsecError as error:
-            if error.code is ErrorCode.CONFLICT:
-                return None
-            raise
-        return Held(shard, revision, asked_at + self._ttl_s * _SAFE_SHARE)
+            if error.code is not ErrorCode.CONFLICT:
+                raise
+        await self._read(key)
+        return None
 
-    async def renew(self, held: Held) -> None:
-        """Prolong a lease; without an answer it runs out when its time comes.
+    async def holds(self, held: Held) -> bool:
+        """Ask the bucket itself whether a shard is still ours.
 
         Raises:
-            DsecError: ``conflict`` when it is another's.
+            DsecError: ``unavailable`` or ``timeout``.
         """
-        asked_at = self._clock.monotonic()
-        try:
-            held.revision = await self._bucket.update(
-                _SHARD + held.shard, Lease(process=self._process), held.revision
-            )
-        except DsecError as error:
-            if error.code is ErrorCode.CONFLICT and not await self._is_ours(held):
-                raise
-            log.warning("a lease was not renewed", shard=held.shard, error=error.message)
-            return
-        held.until_s = asked_at + self._ttl_s * _SAFE_SHARE
+        entry = await self._read(_SHARD + held.shard)
+        return entry is not None and entry.revision == held.revision
 
-    async def _is_ours(self, held: Held) -> bool:
-        """Return whether an earlier renewal took effect whose acknowledgement got lost."""
+    async def _read(self, key: str) -> Entry[Lease] | None:
+        """Read and remember one entry: the watch may be behind, or have missed its end."""
         try:
-            entry = await self._bucket.get(_SHARD + held.shard)
-        except DsecError:
-            return False
-        if entry.value is None or entry.value.process != self._process:
-            return False
-        held.revision = entry.revision
-        return True
+            entry = await self._bucket.get(key)
+        except DsecError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            self._seen.pop(key, None)
+            return None
+        self.saw(entry)
+        return entry
+
+    async def _lives(self, process: str) -> bool:
+        return process != self._process and await self._read(_PROCESS + process) is not None
 
     async def give(self, held: Held) -> None:
         """Free a shard for others; one that is another's already stays so.
 
         Raises:
-            DsecError: ``unavailable`` or ``timeout``; the lease then runs out by itself.
+            DsecError: ``unavailable`` or ``timeout``; it is then free when our lease ends.
         """
-        while True:
-            try:
-                await self._bucket.delete(_SHARD + held.shard, revision=held.revision)
-            except DsecError as error:
-                if error.code is not ErrorCode.CONFLICT:
-                    raise
-                # A renewal may have been on its way.
-                if await self._is_ours(held):
-                    continue
-            return
+        try:
+            await self._bucket.delete(_SHARD + held.shard, revision=held.revision)
+        except DsecError as error:
+            if error.code is not ErrorCode.CONFLICT:
+                raise

@@ -32,7 +32,7 @@ log = structlog.get_logger()
 QUEUE: Final = "chronus"
 KEY_CHARACTERS_MAX: Final = 256
 
-_BALANCES_PER_LEASE: Final = 4
+_RENEWALS_PER_LEASE: Final = 4
 _OPEN_TIMEOUT_S: Final = 5.0
 
 
@@ -63,9 +63,7 @@ class ChronusService(Service[ChronusConfig]):
         )
         bucket = await until_available(
             f"the bucket {BUCKET}",
-            lambda: self.bus.kv(
-                BUCKET, Lease, ttl_s=self.config.lease_ttl_s, replicas=self.config.replicas
-            ),
+            lambda: self.bus.kv(BUCKET, Lease, replicas=self.config.replicas),
             self.clock,
         )
         self._leases = Leases(bucket, self.process, self.config.lease_ttl_s, self.clock)
@@ -77,8 +75,8 @@ class ChronusService(Service[ChronusConfig]):
 
     async def recover(self) -> None:
         """Take the shards that are free, so that whoever is told "ready" finds them."""
-        await self._attempt("announce", self._leases.announce())
-        self.spawn(self._keep_leases(), "keep leases")
+        await self._renew()
+        self.spawn(self._keep_lease(), "keep the lease")
         await self._balance()
 
     async def subscribe(self) -> None:
@@ -96,12 +94,14 @@ class ChronusService(Service[ChronusConfig]):
     async def quiesce(self) -> None:
         """Hand every shard over: what waits for the journal is finished first."""
         self._leaving = True
+        if hasattr(self, "_leases"):
+            await self._renew()
         async with self._balancing:
             await asyncio.gather(
                 *(self._give(shard, self.config.drain_timeout_s) for shard in list(self._held))
             )
             if hasattr(self, "_leases"):
-                await self._attempt("leave", self._leases.withdraw())
+                await self._attempt("leave", self._leases.end())
 
     # --- The door -----------------------------------------------------------------------------
 
@@ -137,15 +137,26 @@ class ChronusService(Service[ChronusConfig]):
     async def _watch(self, bucket: KeyValue[Lease]) -> None:
         async for entry in bucket.watch():
             if entry is None:
+                await self._attempt("look", self._look_at_held())
                 self._loaded.set()
-            elif self._leases.saw(entry):
+                continue
+            if self._leases.saw(entry):
                 self._wake.set()
+            for held in [held for held in self._held.values() if self._leases.is_lost(held)]:
+                self._lose(held, "another process took it")
+
+    async def _look_at_held(self) -> None:
+        """Let go of what the bucket, after a lost connection, does not know as ours any more."""
+        for held in list(self._held.values()):
+            if not await self._leases.holds(held):
+                self._lose(held, "the bucket does not know it as ours")
 
     async def _keep_balance(self) -> None:
-        """Look for free shards when one was given up, and now and then."""
+        """Look for free shards when one may have become so, and now and then."""
         while True:
             self._wake.clear()
-            timer = asyncio.get_running_loop().call_later(self._pace_s, self._wake.set)
+            pause_s = self.config.lease_ttl_s if self._is_balanced else self._pace_s
+            timer = asyncio.get_running_loop().call_later(pause_s, self._wake.set)
             try:
                 await self._wake.wait()
             finally:
@@ -154,7 +165,11 @@ class ChronusService(Service[ChronusConfig]):
 
     @property
     def _pace_s(self) -> float:
-        return self.config.lease_ttl_s / _BALANCES_PER_LEASE
+        return self.config.lease_ttl_s / _RENEWALS_PER_LEASE
+
+    @property
+    def _is_balanced(self) -> bool:
+        return not any(self._leases.plan(self.config.shard_names, self._held))
 
     async def _balance(self) -> None:
         async with self._balancing:
@@ -176,7 +191,8 @@ class ChronusService(Service[ChronusConfig]):
         except (DsecError, FencedError) as error:
             metrics.TAKEOVERS.labels("failed").inc()
             log.warning("a shard was not taken", shard=name, error=str(error))
-            await self._let_go(name)
+            if (held := self._held.pop(name, None)) is not None:
+                await self._let_go(held)
         else:
             metrics.TAKEOVERS.labels("taken").inc()
 
@@ -199,15 +215,20 @@ class ChronusService(Service[ChronusConfig]):
         log.info("took a shard", shard=held.shard, rollouts=shard.core.rollouts)
 
     def _owns(self, held: Held) -> bool:
-        return self._held.get(held.shard) is held and self.clock.monotonic() < held.until_s
+        return self._held.get(held.shard) is held and self._leases.in_force
 
     def _ended(self, held: Held, error: Exception) -> None:
-        if not isinstance(error, FencedError):
+        if isinstance(error, FencedError):
+            self._lose(held, str(error))
+        else:
             self.fail(error)
-            return
+
+    def _lose(self, held: Held, why: str) -> None:
+        """Let go of a shard in the background, unless that has begun."""
         if self._held.get(held.shard) is held:
-            log.warning("lost a shard", shard=held.shard, error=str(error))
-            self.spawn(self._let_go(held.shard), f"let go of {held.shard}")
+            log.warning("lost a shard", shard=held.shard, error=why)
+            del self._held[held.shard]
+            self.spawn(self._let_go(held), f"let go of {held.shard}")
 
     async def _give(self, name: str, timeout_s: float) -> None:
         """End a shard in order and free it for others."""
@@ -219,38 +240,34 @@ class ChronusService(Service[ChronusConfig]):
         if held is not None:
             await self._attempt(f"free {name}", self._leases.give(held))
 
-    async def _let_go(self, name: str) -> None:
+    async def _let_go(self, held: Held) -> None:
         """End a shard that is lost, at once."""
-        held = self._held.pop(name, None)
-        shard = self._shards.pop(name, None)
+        shard = self._shards.pop(held.shard, None)
         if shard is not None:
             await shard.abandon()
-        if held is not None:
-            # Ours still when only the journal did not answer; another's otherwise, and kept so.
-            await self._attempt(f"free {name}", self._leases.give(held))
+        # Ours still when only the journal did not answer; another's otherwise, and kept so.
+        await self._attempt(f"free {held.shard}", self._leases.give(held))
         self._wake.set()
 
-    async def _keep_leases(self) -> None:
-        while True:
+    async def _keep_lease(self) -> None:
+        while self._held or not self._leaving:
             await self.clock.sleep(self._pace_s)
-            renewals = [self._renew(held) for held in list(self._held.values())]
-            if not self._leaving:
-                renewals.append(self._attempt("announce", self._leases.announce()))
-            await asyncio.gather(*renewals)
+            await self._renew()
 
-    async def _renew(self, held: Held) -> None:
+    async def _renew(self) -> None:
+        """Prolong our lease; let go of all that we held by one that ran out."""
+        without_gap = self._leases.in_force
         try:
-            async with asyncio.timeout(self._pace_s):
-                await self._leases.renew(held)
-        except TimeoutError:
-            # The next renewal finds out whether this one took effect.
-            log.warning("a lease was not renewed in time", shard=held.shard)
-        except DsecError:
-            held.until_s = 0.0
-        # What is not held any more was given up meanwhile.
-        if self.clock.monotonic() >= held.until_s and self._held.get(held.shard) is held:
-            log.warning("a lease ran out", shard=held.shard)
-            self.spawn(self._let_go(held.shard), f"let go of {held.shard}")
+            if self.bus.connected:
+                async with asyncio.timeout(self._pace_s):
+                    without_gap = await self._leases.renew(leaving=self._leaving)
+        except (TimeoutError, DsecError) as error:
+            log.warning("the lease was not renewed", error=str(error) or "no answer in time")
+        if without_gap and self._leases.in_force:
+            return
+        for held in list(self._held.values()):
+            self._lose(held, "the lease ran out")
+        self._wake.set()
 
     async def _attempt(self, what: str, step: Coroutine[Any, Any, None]) -> None:
         """Do what helps others but is not needed: without it, leases run out by themselves."""

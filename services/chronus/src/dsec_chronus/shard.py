@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, assert_never
+from typing import Any, Final, TypedDict, assert_never
 
 import msgspec
 import structlog
@@ -61,6 +61,26 @@ SANDBOX_ID_CHARACTERS_MAX: Final = 128
 
 _CONCURRENCY: Final = 1024
 """Handlers only start things, so this bounds nothing but a burst."""
+
+
+class _Origin(TypedDict):
+    """What every question to the core says of where it comes from."""
+
+    request_id: int
+    project: str
+    local: str
+    at: Moment
+
+
+def _of_project(request: Request[Any]) -> tuple[str, str]:
+    """Return the project and the rollout that a project's request is about."""
+    return subjects.project_of(request.subject), subjects.scoped_id_of(request.subject).local
+
+
+def _of_node(request: Request[Any]) -> tuple[str, str]:
+    """Return the project and the rollout that a node's request is about."""
+    project, rollout_id = subjects.system_rollout_of(request.subject)
+    return project, rollout_id.local
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,17 +229,11 @@ class Shard:
         await self._take(
             "open",
             request,
-            lambda request_id: OpenAsked(
-                request_id=request_id,
-                project=project,
-                local=rollout_id.local,
-                labels=labels,
-                at=self._now(),
-            ),
+            (project, rollout_id.local),
+            lambda origin: OpenAsked(**origin, labels=labels),
         )
 
     async def _report(self, request: Request[StageReport]) -> None:
-        project, rollout_id = subjects.system_rollout_of(request.subject)
         report = request.message
         _limit("the stage's name", report.stage, STAGE_CHARACTERS_MAX)
         _limit("the sandbox id", report.sandbox_id, SANDBOX_ID_CHARACTERS_MAX)
@@ -227,30 +241,23 @@ class Shard:
         await self._take(
             "report",
             request,
-            lambda request_id: ReportAsked(
-                request_id=request_id,
-                project=project,
-                local=rollout_id.local,
+            _of_node(request),
+            lambda origin: ReportAsked(
+                **origin,
                 seq=report.seq,
                 stage=report.stage,
                 payload=payload,
                 sandbox_id=report.sandbox_id,
-                at=self._now(),
             ),
         )
 
     async def _await(self, request: Request[AwaitFeedback]) -> None:
-        project, rollout_id = subjects.system_rollout_of(request.subject)
         await self._take(
             "await",
             request,
-            lambda request_id: AwaitAsked(
-                request_id=request_id,
-                project=project,
-                local=rollout_id.local,
-                seq=request.message.seq,
-                wait_s=request.message.wait_s,
-                at=self._now(),
+            _of_node(request),
+            lambda origin: AwaitAsked(
+                **origin, seq=request.message.seq, wait_s=request.message.wait_s
             ),
         )
 
@@ -259,14 +266,9 @@ class Shard:
         await self._take(
             "next",
             request,
-            lambda request_id: NextAsked(
-                request_id=request_id,
-                project=subjects.project_of(request.subject),
-                local=subjects.scoped_id_of(request.subject).local,
-                after_seq=asked.after_seq,
-                wait_s=asked.wait_s,
-                limit=asked.limit,
-                at=self._now(),
+            _of_project(request),
+            lambda origin: NextAsked(
+                **origin, after_seq=asked.after_seq, wait_s=asked.wait_s, limit=asked.limit
             ),
         )
 
@@ -278,15 +280,9 @@ class Shard:
         await self._take(
             "feedback",
             request,
-            lambda request_id: FeedbackAsked(
-                request_id=request_id,
-                project=subjects.project_of(request.subject),
-                local=subjects.scoped_id_of(request.subject).local,
-                seq=given.seq,
-                payload=payload,
-                reward=given.reward,
-                done=given.done,
-                at=self._now(),
+            _of_project(request),
+            lambda origin: FeedbackAsked(
+                **origin, seq=given.seq, payload=payload, reward=given.reward, done=given.done
             ),
         )
 
@@ -294,37 +290,24 @@ class Shard:
         await self._take(
             "inspect",
             request,
-            lambda request_id: InspectAsked(
-                request_id=request_id,
-                project=subjects.project_of(request.subject),
-                local=subjects.scoped_id_of(request.subject).local,
-                at=self._now(),
-            ),
+            _of_project(request),
+            lambda origin: InspectAsked(**origin),
         )
 
     async def _inspect_by_node(self, request: Request[InspectRollout]) -> None:
-        project, rollout_id = subjects.system_rollout_of(request.subject)
         await self._take(
             "inspect",
             request,
-            lambda request_id: InspectAsked(
-                request_id=request_id,
-                project=project,
-                local=rollout_id.local,
-                at=self._now(),
-            ),
+            _of_node(request),
+            lambda origin: InspectAsked(**origin),
         )
 
     async def _close(self, request: Request[CloseRollout]) -> None:
         await self._take(
             "close",
             request,
-            lambda request_id: CloseAsked(
-                request_id=request_id,
-                project=subjects.project_of(request.subject),
-                local=subjects.scoped_id_of(request.subject).local,
-                at=self._now(),
-            ),
+            _of_project(request),
+            lambda origin: CloseAsked(**origin),
         )
 
     async def sweep(self) -> None:
@@ -338,9 +321,19 @@ class Shard:
         return Moment(self._clock.now(), self._clock.monotonic())
 
     async def _take(
-        self, verb: str, request: Request[MessageT], event_of: Callable[[int], Event]
+        self,
+        verb: str,
+        request: Request[MessageT],
+        rollout: tuple[str, str],
+        event_of: Callable[[_Origin], Event],
     ) -> None:
         """Hand a request to the core, whose answer may come now or much later.
+
+        Args:
+            verb: of the request, for the statistics.
+            request: whose caller is answered.
+            rollout: its project, and its id within the shard.
+            event_of: returns the event, given what all have in common.
 
         Raises:
             DsecError: ``unavailable`` when the shard may be another's by now.
@@ -351,7 +344,10 @@ class Shard:
         if self._lost or not self._is_owner():
             raise shard_moving(self.name)
         request_id = next(self._ids)
-        event = event_of(request_id)
+        project, local = rollout
+        event = event_of(
+            _Origin(request_id=request_id, project=project, local=local, at=self._now())
+        )
         self._callers[request_id] = _Caller(
             verb, request.caller, request.message.message_id, request.traceparent
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, cast
 
@@ -12,7 +12,9 @@ import structlog
 from rocksdict import Options, Rdict, WriteBatch
 
 from dsec_common.errors import DsecError, ErrorCode, unavailable
+from dsec_common.wire.cost import Amounts
 from dsec_common.wire.trace import TraceStep
+from dsec_tracer.bills import Bills, Bucket, Thing
 from dsec_tracer.events import SandboxKey
 from dsec_tracer.numbering import TracedSandbox
 
@@ -25,10 +27,15 @@ PAGE_BYTES_MAX: Final = 256 * 1024
 _POSITION: Final = b"position"
 _SANDBOX: Final = b"sandbox|"
 _STEP: Final = b"step|"
+_SUM: Final = b"sum|"
+_THING: Final = b"thing|"
 _SEQ: Final = struct.Struct(">Q")
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _position_decoder: Final = msgspec.msgpack.Decoder(list[tuple[str, int, int]])
+_bucket_decoder: Final = msgspec.msgpack.Decoder(Bucket)
+_amounts_decoder: Final = msgspec.msgpack.Decoder(Amounts)
+_thing_decoder: Final = msgspec.msgpack.Decoder(Thing)
 _sandbox_decoder: Final = msgspec.msgpack.Decoder(TracedSandbox)
 
 
@@ -67,8 +74,10 @@ class StepStore:
         rows = _position_decoder.decode(cast("bytes", kept))
         return {(topic, partition): offset for topic, partition, offset in rows}
 
-    def keep_position(self, position: Mapping[tuple[str, int], int]) -> None:
-        """Keep how far the log was read; every step before it is in the store.
+    def keep_position(self, position: Mapping[tuple[str, int], int], bills: Bills) -> None:
+        """Keep how far all topics were read, and the sums of what was read; both or neither.
+
+        Every step before the position is in the store.
 
         Raises:
             DsecError: ``unavailable`` when RocksDB refuses.
@@ -76,7 +85,56 @@ class StepStore:
         batch = WriteBatch(raw_mode=True)
         rows = [(topic, partition, offset) for (topic, partition), offset in position.items()]
         batch.put(_POSITION, _encoder.encode(rows))
+        sums, things, dropped = bills.take_changes()
+        for bucket, amounts in sums.items():
+            batch.put(_SUM + _encoder.encode(bucket), _encoder.encode(amounts))
+        for name, thing in things.items():
+            batch.put(_THING + name.encode(), _encoder.encode(thing))
+        for name in dropped:
+            batch.delete(_THING + name.encode())
         self._write(batch, "the position in the log")
+
+    def load_bills(self) -> Bills:
+        """Return the sums as they were kept last.
+
+        Raises:
+            DsecError: ``unavailable`` when they cannot be read.
+        """
+        bills = Bills()
+        try:
+            bills.load(
+                (
+                    (_bucket_decoder.decode(name[len(_SUM) :]), _amounts_decoder.decode(value))
+                    for name, value in self._all(_SUM)
+                ),
+                {
+                    name[len(_THING) :].decode(): _thing_decoder.decode(value)
+                    for name, value in self._all(_THING)
+                },
+            )
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise unavailable(
+                f"the kept sums cannot be read: {error}; remove the tracer's directory to have "
+                "all topics read again"
+            ) from error
+        return bills
+
+    def forget_sums(self, buckets: Iterable[Bucket]) -> None:
+        """Drop sums.
+
+        Raises:
+            DsecError: ``unavailable`` when RocksDB refuses.
+        """
+        batch = WriteBatch(raw_mode=True)
+        for bucket in buckets:
+            batch.delete(_SUM + _encoder.encode(bucket))
+        self._write(batch, "sums of long ago")
+
+    def _all(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        for name, value in self._from(prefix):
+            if not name.startswith(prefix):
+                return
+            yield name, value
 
     def put(self, key: SandboxKey, sandbox: TracedSandbox, step: TraceStep | None = None) -> None:
         """Keep a step and what is known of its sandbox; both or neither.

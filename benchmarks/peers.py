@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_sandboxd.kernel.cgroups_layout import detect_layout
+from dsec_sandboxd.kernel.seccomp import compile_filter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +35,82 @@ class BareFigures(msgspec.Struct, frozen=True, kw_only=True):
     rate_per_s: float
 
 
+class BareForks(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bare kernel program measured of copies, and of children of a copy."""
+
+    count: int
+    processes: int
+    snapshot_p50_ms: float
+    rollback_p50_ms: float
+    fork_rate_per_s: float
+
+
+class BareAlive(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bare kernel program measured of sandboxes that live together."""
+
+    count: int
+    bytes_each: float
+
+
+async def run_bare_alive(count: int) -> BareAlive:
+    """Have ``count`` bare sandboxes alive at once and tell their memory; see :func:`run_bare`."""
+    return msgspec.json.decode(await _measure(1, count, "--alive"), type=BareAlive)
+
+
+async def run_bare_forks(processes: int, count: int) -> BareForks:
+    """Make ``count`` children of one copy of 1 MiB, all alive at once; see :func:`run_bare`."""
+    output = await _measure(processes, count, "--shared-network", "--fork")
+    return msgspec.json.decode(output, type=BareForks)
+
+
+class GuardedForks(msgspec.Struct, frozen=True, kw_only=True):
+    """What the program measured that guards its children as the platform does."""
+
+    count: int
+    processes: int
+    fork_rate_per_s: float
+
+
+async def run_guarded_forks(processes: int, count: int) -> GuardedForks:
+    """Make ``count`` guarded children of one copy of 1 MiB, all alive; see :func:`run_bare`.
+
+    Each has its cgroups with limits, its ids, its masks and its filter. Nothing is left behind.
+    """
+    await _run("make", "-s", "-C", str(_NATIVE))
+    layout = detect_layout()
+    trees = {"unified": layout.unified} | (layout.v1 if layout.mode == "hybrid" else {})
+    with tempfile.TemporaryDirectory(prefix="dsec-guarded-") as directory:
+        layers = await _make_layers(Path(directory))
+        program = Path(directory) / "filter"
+        program.write_bytes(compile_filter())
+        groups = {name: root / f"guarded-{os.getpid()}" for name, root in trees.items()}
+        try:
+            for group in groups.values():
+                group.mkdir()
+            output = await _run(
+                str(_BARE.with_name("guarded")),
+                "--layers",
+                *map(str, layers),
+                *("--count", str(count), "--processes", str(processes)),
+                *("--filter", str(program)),
+                *(word for name, group in groups.items() for word in (f"--{name}", str(group))),
+            )
+        finally:
+            for group in groups.values():
+                _remove(group)
+    return msgspec.json.decode(output, type=GuardedForks)
+
+
+def _remove(group: Path) -> None:
+    """Remove a directory of cgroups whose processes have ended; those of a killed program, too."""
+    for member in group.iterdir() if group.exists() else ():
+        if member.is_dir():
+            with contextlib.suppress(OSError):
+                member.rmdir()
+    with contextlib.suppress(OSError):
+        group.rmdir()
+
+
 async def run_bare(processes: int, count: int, *, shared_network: bool = False) -> BareFigures:
     """Create, use and end ``count`` bare sandboxes in ``processes`` processes at once.
 
@@ -46,11 +125,15 @@ async def run_bare(processes: int, count: int, *, shared_network: bool = False) 
         DsecError: ``unavailable`` without a compiler, ``mkfs.erofs`` or root; the program's own
             message is part of it.
     """
+    flags = ["--shared-network"] if shared_network else []
+    return msgspec.json.decode(await _measure(processes, count, *flags), type=BareFigures)
+
+
+async def _measure(processes: int, count: int, *flags: str) -> bytes:
     await _run("make", "-s", "-C", str(_NATIVE))
     with tempfile.TemporaryDirectory(prefix="dsec-bare-") as directory:
         layers = await _make_layers(Path(directory))
-        flags = ["--shared-network"] if shared_network else []
-        output = await _run(
+        return await _run(
             str(_BARE),
             "--layers",
             *map(str, layers),
@@ -60,7 +143,6 @@ async def run_bare(processes: int, count: int, *, shared_network: bool = False) 
             str(processes),
             *flags,
         )
-    return msgspec.json.decode(output, type=BareFigures)
 
 
 async def _make_layers(directory: Path) -> list[Path]:

@@ -66,12 +66,17 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one benchmark measured."""
+    """What one benchmark measured.
+
+    Attributes:
+        skipped: why nothing could be measured on this machine; empty when it was.
+    """
 
     name: str
     figures: dict[str, float]
     ratios: dict[str, float] = field(default_factory=dict)
     reach: tuple[Reach, ...] = ()
+    skipped: str = ""
 
     @property
     def met(self) -> bool:
@@ -126,6 +131,8 @@ def to_json(report: Report) -> str:
             for entry in report.reach
         ],
     }
+    if report.skipped:
+        document["skipped"] = report.skipped
     return msgspec.json.encode(document).decode()
 
 
@@ -138,6 +145,8 @@ def to_table(report: Report) -> Table:
     table.add_column("met")
     for name, value in (report.figures | report.ratios).items():
         table.add_row(name, _shown(value), "", "")
+    if report.skipped:
+        table.add_row("skipped", report.skipped, "", "")
     table.add_section()
     for entry in report.reach:
         met = "[green]yes[/]" if entry.met else "[bold red]no[/]"

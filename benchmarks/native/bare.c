@@ -6,7 +6,12 @@
  * adds is its own cost. A fresh network namespace is half of the work; with --shared-network none is
  * made, which is the limit for a platform that keeps a pool of them.
  *
- *   bare --layers A B C --count N --processes P [--shared-network]
+ *   bare --layers A B C --count N --processes P [--shared-network] [--fork | --alive]
+ *
+ * With --alive: N sandboxes made by one process, all alive at once; what memory each takes, the kernel's included.
+ * With --fork: a sandbox with 1 MiB changed is copied once to a fresh tmpfs, and N children are made that have the
+ * copy as one more lower layer, all alive at once; the rate is N over the time from before the copy until the last
+ * is ready. Beside it the copy alone (a snapshot), and an end with a birth on the copy (a rollback), one at a time.
  *
  * prints one JSON object. Latencies run from just before clone3, in milliseconds; the rate counts
  * whole iterations, reaping included, over the wall time of all processes.
@@ -28,6 +33,7 @@
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -76,6 +82,13 @@ static int mount_layer(const char *image)
 }
 
 /* Leaves the process at the root of a tmpfs that holds the layers /0 /1 /2 and the empty /t. */
+static void make_directories(void)
+{
+	check(mkdir("t", 0755), "mkdir t");
+	check(mkdir("changed", 0755), "mkdir changed");
+	check(mkdir("copy", 0755), "mkdir copy");
+}
+
 static void enter_private_root(char **images)
 {
 	check(unshare(CLONE_NEWNS), "unshare mounts");
@@ -92,13 +105,16 @@ static void enter_private_root(char **images)
 				   MOVE_MOUNT_F_EMPTY_PATH), "move layer");
 		close(layers[i]);
 	}
-	check(mkdir("t", 0755), "mkdir t");
+	make_directories();
 	check((int)syscall(SYS_pivot_root, ".", "."), "pivot_root to the private root");
 	check(umount2(".", MNT_DETACH), "detach the host's root");
 	check(chdir("/"), "chdir");
 }
 
 /* ---- one sandbox ------------------------------------------------------------------------- */
+
+/* What a sandbox's overlay is made of; children of a fork have the copy on top. */
+static const char *overlay_options = "lowerdir=/2:/1:/0,upperdir=/t/u,workdir=/t/w";
 
 static void become_sandbox(int control, int init)
 {
@@ -107,7 +123,7 @@ static void become_sandbox(int control, int init)
 	check(mkdir("/t/w", 0755), "mkdir work");
 	check(mkdir("/t/r", 0755), "mkdir root");
 	check(mount("overlay", "/t/r", "overlay", MS_NOSUID | MS_NODEV,
-		    "lowerdir=/2:/1:/0,upperdir=/t/u,workdir=/t/w"), "mount overlay");
+		    overlay_options), "mount overlay");
 	check(chdir("/t/r"), "chdir to the root");
 	check(mount("proc", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL), "mount proc");
 	check((int)syscall(SYS_pivot_root, ".", "."), "pivot_root");
@@ -119,38 +135,213 @@ static void become_sandbox(int control, int init)
 	die("exec init");
 }
 
-static struct sample run_sandbox(int init, uint64_t namespaces)
+struct living {
+	pid_t child;
+	int pidfd;
+	int control;
+};
+
+static struct living make_sandbox(int init, uint64_t namespaces)
 {
-	struct sample sample;
+	struct living living = {.pidfd = -1};
 	int control[2];
-	int pidfd = -1;
 	unsigned char byte = 0;
-	double start_ms = now_ms();
 
 	check(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, control), "socketpair");
 	struct clone_args arguments = {
 		.flags = namespaces | CLONE_PIDFD,
-		.pidfd = (uint64_t)(uintptr_t)&pidfd,
+		.pidfd = (uint64_t)(uintptr_t)&living.pidfd,
 		.exit_signal = SIGCHLD,
 	};
-	pid_t child = (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
-	check(child, "clone3");
-	if (child == 0)
+	living.child = (pid_t)syscall(SYS_clone3, &arguments, sizeof(arguments));
+	check(living.child, "clone3");
+	if (living.child == 0)
 		become_sandbox(control[1], init);
 	close(control[1]);
-
+	living.control = control[0];
 	if (recv(control[0], &byte, 1, 0) != 1 || byte != 'r')
 		die("wait for the init");
+	return living;
+}
+
+static void end_sandbox(struct living living)
+{
+	check((int)syscall(SYS_pidfd_send_signal, living.pidfd, SIGKILL, NULL, 0), "kill");
+	check(waitpid(living.child, NULL, 0), "reap");
+	close(living.pidfd);
+	close(living.control);
+}
+
+static struct sample run_sandbox(int init, uint64_t namespaces)
+{
+	struct sample sample;
+	unsigned char byte = 0;
+	double start_ms = now_ms();
+	struct living living = make_sandbox(init, namespaces);
+
 	sample.ready_ms = now_ms() - start_ms;
-	if (send(control[0], "x", 1, 0) != 1 || recv(control[0], &byte, 1, 0) != 1 || byte != 0)
+	if (send(living.control, "x", 1, 0) != 1 || recv(living.control, &byte, 1, 0) != 1 || byte != 0)
 		die("run the command");
 	sample.first_exec_ms = now_ms() - start_ms;
-
-	check((int)syscall(SYS_pidfd_send_signal, pidfd, SIGKILL, NULL, 0), "kill");
-	check(waitpid(child, NULL, 0), "reap");
-	close(pidfd);
-	close(control[0]);
+	end_sandbox(living);
 	return sample;
+}
+
+/* ---- forks ------------------------------------------------------------------------------- */
+
+enum { FILES = 16, FILE_BYTES = 65536, COPIES = 100 };
+
+static void write_changes(void)
+{
+	static char content[FILE_BYTES];
+	check(mount("tmpfs", "/changed", "tmpfs", 0, "size=64m"), "mount the changes");
+	for (int i = 0; i < FILES; i++) {
+		char path[32];
+		snprintf(path, sizeof(path), "/changed/%d", i);
+		int file = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+		check(file, path);
+		memset(content, i + 1, sizeof(content));
+		if (write(file, content, sizeof(content)) != FILE_BYTES)
+			die(path);
+		close(file);
+	}
+}
+
+static void copy_changes(void)
+{
+	static char content[FILE_BYTES];
+	check(mount("tmpfs", "/copy", "tmpfs", 0, "size=64m"), "mount the copy");
+	for (int i = 0; i < FILES; i++) {
+		char path[32];
+		snprintf(path, sizeof(path), "/changed/%d", i);
+		int from = open(path, O_RDONLY | O_CLOEXEC);
+		snprintf(path, sizeof(path), "/copy/%d", i);
+		int to = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+		check(from, "open a change");
+		check(to, path);
+		if (read(from, content, sizeof(content)) != FILE_BYTES ||
+		    write(to, content, sizeof(content)) != FILE_BYTES)
+			die(path);
+		close(from);
+		close(to);
+	}
+}
+
+static double median_of(double *values, int count);
+
+/* Makes this worker's share of children, tells that they are ready, and ends them when told to. */
+static void make_children(int init, uint64_t namespaces, int share, int ready, int end)
+{
+	struct living *children = calloc((size_t)share, sizeof(*children));
+	char byte = 0;
+	if (children == NULL)
+		die("allocate");
+	for (int i = 0; i < share; i++)
+		children[i] = make_sandbox(init, namespaces);
+	if (write(ready, &byte, 1) != 1)
+		die("tell that all are ready");
+	if (read(end, &byte, 1) < 0)
+		die("wait for the end");
+	for (int i = 0; i < share; i++)
+		end_sandbox(children[i]);
+	_exit(0);
+}
+
+static double fork_rate(int init, uint64_t namespaces, int count, int processes)
+{
+	int ready[2], end[2];
+	char byte;
+	check(pipe(ready), "pipe");
+	check(pipe(end), "pipe");
+	double start_ms = now_ms();
+	copy_changes();
+	for (int worker = 0; worker < processes; worker++) {
+		pid_t child = fork();
+		check(child, "fork");
+		if (child == 0) {
+			check(prctl(PR_SET_PDEATHSIG, SIGKILL), "prctl");
+			close(end[1]);
+			make_children(init, namespaces, count / processes, ready[1], end[0]);
+		}
+	}
+	for (int worker = 0; worker < processes; worker++)
+		if (read(ready[0], &byte, 1) != 1)
+			die("wait for the children");
+	double wall_ms = now_ms() - start_ms;
+	close(end[1]);
+	for (int worker = 0; worker < processes; worker++)
+		check(wait(NULL), "wait");
+	check(umount2("/copy", MNT_DETACH), "unmount the copy");
+	return count / (wall_ms / 1e3);
+}
+
+static void measure_forks(int init, uint64_t namespaces, int count, int processes)
+{
+	double copies[COPIES], rollbacks[COPIES];
+	write_changes();
+	for (int i = 0; i < COPIES; i++) {
+		double start_ms = now_ms();
+		copy_changes();
+		copies[i] = now_ms() - start_ms;
+		check(umount2("/copy", MNT_DETACH), "unmount the copy");
+	}
+	overlay_options = "lowerdir=/copy:/2:/1:/0,upperdir=/t/u,workdir=/t/w";
+	copy_changes();
+	struct living living = make_sandbox(init, namespaces);
+	for (int i = 0; i < COPIES; i++) {
+		double start_ms = now_ms();
+		end_sandbox(living);
+		living = make_sandbox(init, namespaces);
+		rollbacks[i] = now_ms() - start_ms;
+	}
+	end_sandbox(living);
+	check(umount2("/copy", MNT_DETACH), "unmount the copy");
+	printf("{\"count\": %d, \"processes\": %d, \"snapshot_p50_ms\": %.4f, "
+	       "\"rollback_p50_ms\": %.4f, \"fork_rate_per_s\": %.2f}\n",
+	       count, processes, median_of(copies, COPIES), median_of(rollbacks, COPIES),
+	       fork_rate(init, namespaces, count, processes));
+}
+
+/* ---- density ------------------------------------------------------------------------------ */
+
+/* Opened while the host's root is still there: later no path leads to it. */
+static int meminfo = -1;
+
+static double available_bytes(void)
+{
+	char text[4096];
+	ssize_t length = pread(meminfo, text, sizeof(text) - 1, 0);
+	check((int)length, "read meminfo");
+	text[length] = 0;
+	char *found = strstr(text, "MemAvailable:");
+	if (found == NULL)
+		die("find MemAvailable");
+	return strtod(found + strlen("MemAvailable:"), NULL) * 1024;
+}
+
+/* All alive at once, made by one process; each answers a command before the memory is counted. */
+static void measure_alive(int init, uint64_t namespaces, int count)
+{
+	struct living *children = calloc((size_t)count, sizeof(*children));
+	struct rlimit files;
+	unsigned char byte = 0;
+	if (children == NULL)
+		die("allocate");
+	check(getrlimit(RLIMIT_NOFILE, &files), "getrlimit");
+	files.rlim_cur = files.rlim_max;
+	check(setrlimit(RLIMIT_NOFILE, &files), "setrlimit");
+	double before = available_bytes();
+	for (int i = 0; i < count; i++) {
+		children[i] = make_sandbox(init, namespaces);
+		if (send(children[i].control, "x", 1, 0) != 1 ||
+		    recv(children[i].control, &byte, 1, 0) != 1 || byte != 0)
+			die("run the command");
+	}
+	double each = (before - available_bytes()) / count;
+	for (int i = 0; i < count; i++)
+		end_sandbox(children[i]);
+	free(children);
+	printf("{\"count\": %d, \"bytes_each\": %.0f}\n", count, each);
 }
 
 /* ---- figures ----------------------------------------------------------------------------- */
@@ -165,6 +356,12 @@ static double percentile(const double *sorted, int count, double part)
 {
 	int index = (int)(part * count);
 	return sorted[index < count ? index : count - 1];
+}
+
+static double median_of(double *values, int count)
+{
+	qsort(values, (size_t)count, sizeof(*values), by_value);
+	return percentile(values, count, 0.5);
 }
 
 static void print_figures(const struct sample *samples, int count, int processes, double wall_ms)
@@ -192,7 +389,7 @@ static void print_figures(const struct sample *samples, int count, int processes
 
 static int usage(void)
 {
-	fprintf(stderr, "usage: bare --layers A B C --count N --processes P [--shared-network]\n"
+	fprintf(stderr, "usage: bare --layers A B C --count N --processes P [--shared-network] [--fork | --alive]\n"
 			"  A B C  EROFS images, lowest first; the first holds /bin/true and /proc\n");
 	return 2;
 }
@@ -224,6 +421,8 @@ int main(int argc, char **argv)
 	char **layers = NULL;
 	int count = 0;
 	int processes = 0;
+	int forks = 0;
+	int alive = 0;
 	uint64_t namespaces = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWUTS | CLONE_NEWIPC |
 			      CLONE_NEWNET | CLONE_NEWCGROUP;
 	for (int i = 1; i < argc; i++) {
@@ -236,6 +435,10 @@ int main(int argc, char **argv)
 			processes = number(argv[++i], MAXIMUM_PROCESSES);
 		} else if (strcmp(argv[i], "--shared-network") == 0) {
 			namespaces &= ~(uint64_t)CLONE_NEWNET;
+		} else if (strcmp(argv[i], "--fork") == 0) {
+			forks = 1;
+		} else if (strcmp(argv[i], "--alive") == 0) {
+			alive = 1;
 		} else {
 			return usage();
 		}
@@ -244,8 +447,18 @@ int main(int argc, char **argv)
 		return usage();
 
 	int init = open_init();
+	meminfo = open("/proc/meminfo", O_RDONLY | O_CLOEXEC);
+	check(meminfo, "open meminfo");
 	enter_private_root(layers);
 	count -= count % processes;
+	if (forks) {
+		measure_forks(init, namespaces, count, processes);
+		return 0;
+	}
+	if (alive) {
+		measure_alive(init, namespaces, count);
+		return 0;
+	}
 	struct sample *samples = mmap(NULL, sizeof(*samples) * (size_t)count, PROT_READ | PROT_WRITE,
 				      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	if (samples == MAP_FAILED)

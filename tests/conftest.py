@@ -10,6 +10,8 @@ import asyncio
 import gc
 import importlib.util
 import os
+import re
+import signal
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -17,11 +19,32 @@ from pathlib import Path
 import pluggy
 import pytest
 
+from sharing_out import pytest_collection_modifyitems, pytest_configure  # noqa: F401  hooks
+
 # Set where every feature is known to be there (in CI): then a skipped test is a failed one.
 NOTHING_MAY_SKIP = os.environ.get("DSEC_TESTS_MAY_NOT_SKIP", "") == "1"
 
 # A thing that is on its way out (a reaped child's pipe, a lazily unmounted tree) gets this long.
 SETTLE_S = 3.0
+
+
+def _log_errors_as_lines() -> None:
+    """Tell what is logged with an error in lines: frames with all variables take 0.5 s each."""
+    if importlib.util.find_spec("structlog") is None:  # an emulated machine has less
+        return
+    import structlog  # noqa: PLC0415  see above
+
+    structlog.configure(
+        processors=[
+            *structlog.get_config()["processors"][:-1],
+            structlog.dev.ConsoleRenderer(
+                colors=False, exception_formatter=structlog.dev.plain_traceback
+            ),
+        ]
+    )
+
+
+_log_errors_as_lines()
 
 
 def _descriptors() -> dict[str, str]:
@@ -60,7 +83,31 @@ def _mounts() -> dict[str, str]:
 def _cgroups() -> dict[str, str]:
     """Return the nodes' directories in every hierarchy: the v1 controllers', v2's own, or both."""
     root = Path("/sys/fs/cgroup")
-    return {str(path): "" for pattern in ("dsec-*", "*/dsec-*") for path in root.glob(pattern)}
+    found = (path for pattern in ("dsec-*", "*/dsec-*") for path in root.glob(pattern))
+    return {str(path): "" for path in found if not _is_another_runs(path.name)}
+
+
+def _is_another_runs(name: str) -> bool:
+    """Return whether a node is named after a living process that is neither this one nor below it.
+
+    Tests and benchmarks name their nodes after themselves; several may run on one machine.
+    """
+    return any(
+        Path(f"/proc/{number}").is_dir() and not _is_below_us(int(number))
+        for number in re.findall(r"\d{3,}", name)
+    )
+
+
+def _is_below_us(pid: int) -> bool:
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return False
+        pid = int(stat.rpartition(")")[2].split()[1])
+    return False
 
 
 _KINDS = {
@@ -85,6 +132,13 @@ def _leaks(before: dict[str, dict[str, str]]) -> list[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def nothing_is_ignored() -> None:
+    """Let what the tests start hear signals, though the suite runs in the background itself."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def what_uvloop_keeps() -> None:
     """Let uvloop open the one pipe that a process's first loop keeps for good."""
     if importlib.util.find_spec("uvloop") is None:  # an emulated machine has less
@@ -101,6 +155,8 @@ def what_uvloop_keeps() -> None:
 def nothing_is_left_behind() -> Iterator[None]:
     """Fail the test that leaked a descriptor, a child process, a mount or a cgroup."""
     gc.collect()
+    # What is there now is not the test's, and looking at it again takes longer than most tests.
+    gc.freeze()
     before = _held()
     yield
     deadline = time.monotonic() + SETTLE_S
@@ -117,6 +173,16 @@ def pytest_runtest_makereport() -> Generator[None, pluggy.Result[pytest.TestRepo
     outcome = yield
     report = outcome.get_result()
     if NOTHING_MAY_SKIP and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped where nothing may be: {report.longrepr}"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report() -> Generator[None, pluggy.Result[pytest.CollectReport], None]:
+    """Where nothing may skip, let a module that is skipped whole fail, too."""
+    outcome = yield
+    report = outcome.get_result()
+    if NOTHING_MAY_SKIP and report.skipped:
         report.outcome = "failed"
         report.longrepr = f"skipped where nothing may be: {report.longrepr}"
 

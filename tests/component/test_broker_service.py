@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from control_plane import ControlPlane, control_plane, request, until
+from dsec.channel import Channel
+from dsec.inventory import list_nodes
 from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.errors import DsecError, ErrorCode
@@ -42,7 +44,7 @@ async def nodes_of(bus: Bus, project: str = "default") -> NodeList:
 
 async def wait_for(bus: Bus, condition: Callable[[NodeList], bool]) -> NodeList:
     """Ask until the answer is as wanted; each question takes its own time."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition(found := await nodes_of(bus)):
             pass
     return found
@@ -101,14 +103,50 @@ async def test_a_node_nobody_knows_is_not_found(plane: ControlPlane) -> None:
     assert error.value.code is ErrorCode.NOT_FOUND
 
 
+async def test_the_list_of_nodes_comes_in_pages(plane: ControlPlane) -> None:
+    names = [f"node-{number}" for number in range(5)]
+    for name in reversed(names):
+        await plane.node(name, gpus=A100)
+    await plane.broker()
+    user = await plane.project()
+    await wait_for_units(user, 500)
+    told: list[list[str]] = []
+    after, more = "", True
+    while more:
+        asked = ListNodes(after=after, limit=2)
+        page = await user.request(subjects.node("default", "list"), asked, NodeList)
+        assert page.cu_total == 500  # of the cluster, not of the page
+        told.append([info.node for info in page.nodes])
+        after, more = told[-1][-1], page.more
+    assert told == [names[:2], names[2:4], names[4:]]
+    with pytest.raises(DsecError) as caught:
+        await user.request(subjects.node("default", "list"), ListNodes(limit=-1), NodeList)
+    assert caught.value.code is ErrorCode.INVALID
+
+
+async def test_more_nodes_than_fit_into_an_answer_are_all_listed(plane: ControlPlane) -> None:
+    names = [f"node-{number}" for number in range(5)]
+    for name in names:
+        await plane.node(name, gpus=(Gpu(uuid="GPU-0", model="H" * 50_000),))
+    await plane.broker()
+    user = await plane.project()
+    channel = Channel(user, "default")
+    async with asyncio.timeout(20):
+        while len((found := await list_nodes(channel)).nodes) < len(names):
+            pass
+    assert [info.node for info in found.nodes] == names
+    assert not found.more
+    assert (await nodes_of(user)).more
+
+
 async def test_an_unknown_gpu_is_noted_and_can_be_configured(plane: ControlPlane) -> None:
-    await plane.node("node-1", gpus=(Gpu(uuid="GPU-0", model="NVIDIA H100"),))
+    await plane.node("node-1", gpus=(Gpu(uuid="GPU-0", model="NVIDIA Z9"),))
     plain = await plane.broker()
     user = await plane.project()
     found = await wait_for(user, lambda found: bool(found.nodes))
-    assert found.nodes[0].notes == ("NVIDIA H100 unknown: CU 0, set it in cu_table",)
+    assert found.nodes[0].notes == ("gpu_model NVIDIA Z9 unknown: CU 0, set it in nodes.yaml",)
     await plain.stop()
-    await plane.broker(cu_table={"H100": 220.0})
+    await plane.broker(cu_table={"Z9": 220.0})
     assert (await wait_for_units(user, 220)).nodes[0].notes == ()
 
 
@@ -134,7 +172,7 @@ async def test_a_lease_is_granted_renewed_and_released(plane: ControlPlane) -> N
 
 async def test_a_lease_ends_by_itself(plane: ControlPlane) -> None:
     await plane.node("node-1", gpus=A100)
-    await plane.broker(sweep_interval_s=0.05)
+    await plane.broker(sweep_interval_s=0.05, clock_skew_s=0.0)
     user = await plane.project()
     await wait_for_units(user, 100)
     bus = await scheduler_bus(plane)
@@ -226,8 +264,9 @@ async def test_a_sandbox_with_units_holds_a_lease_for_as_long_as_it_lives(
     created = await user.request(subjects.sandbox_create("default"), asked, SandboxCreated)
     assert created.node == "node-1"
     assert created.lease_id.startswith("node-1.")
+    in_vain = request(limits=Limits(cu=60.0), timeout_s=1.0)
     with pytest.raises(DsecError) as error:
-        await user.request(subjects.sandbox_create("default"), asked, SandboxCreated)
+        await user.request(subjects.sandbox_create("default"), in_vain, SandboxCreated)
     assert error.value.code is ErrorCode.EXHAUSTED
     # Its heartbeats have named the lease; then the sandbox ends.
     await wait_for(user, lambda found: found.cu_allocated == 60)

@@ -161,7 +161,7 @@ async def test_a_long_wait_ends_at_once_when_the_shard_is_handed_over(nats: Nats
             await bus.request(subject, InspectRollout(), RolloutInfo)
         async with chronus_service(nats), nats.service("sandboxd", "node-1") as node_bus:
             await Agent(node_bus, rollout).report(1)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 assert [report.seq for report in (await waiting).reports] == [1]
 
 

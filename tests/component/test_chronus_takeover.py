@@ -183,7 +183,7 @@ async def test_a_lost_acknowledgement_is_found_out_and_nothing_is_written_twice(
             before = await last_sequence(direct)
             proxy.deaf = True
             appending = asyncio.create_task(journal.append(fact(1)))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while await last_sequence(direct) == before:
                     await asyncio.sleep(0)
             await proxy.cut()

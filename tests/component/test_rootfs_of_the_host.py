@@ -91,10 +91,23 @@ def test_it_holds_no_set_id_program_and_nothing_else_of_the_host(tmp_path: Path)
     assert {path.name for path in (tmp_path / "root" / "etc").iterdir()} == {
         "group",
         "hosts",
+        "ld.so.cache",
         "nsswitch.conf",
         "passwd",
         "profile",
     }
+
+
+def test_a_program_finds_its_libraries_without_looking_about(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    build_host_rootfs(root, python=False)
+    told = subprocess.run(
+        ["/usr/sbin/ldconfig", "-p", "-r", root], capture_output=True, text=True, check=True
+    ).stdout
+    named = [line.rpartition(" => ")[2] for line in told.splitlines() if " => " in line]
+    assert any(name.endswith("/libc.so.6") for name in named)
+    assert all((root / name.lstrip("/")).exists() for name in named)
+    assert not (root / "var/cache/ldconfig").exists()
 
 
 def test_without_python_it_is_small(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import AsyncIterator
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsec_common import subjects
+from dsec_common.clock import SystemClock
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.sandbox import (
     FILE_CHUNK_BYTES,
@@ -39,28 +40,10 @@ from dsec_common.wire.sandbox import (
     StatFile,
     WriteFile,
 )
-from sandboxd_node import BASE, NODE, TOOLKIT, NodeForTests, build_layers, node_for_tests
+from refusals import refused
+from sandboxd_node import BASE, NODE, TOOLKIT, NodeForTests, connect_to_agent_socket, node_for_tests
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes need root")
-
-
-@pytest.fixture(scope="session")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("layers")
-    build_layers(directory)
-    return directory / "store"
-
-
-@pytest.fixture
-async def node(tmp_path: Path, layers: Path) -> AsyncIterator[NodeForTests]:
-    async with node_for_tests(tmp_path, layers) as running:
-        yield running
-
-
-async def refused(asking: Any) -> DsecError:
-    with pytest.raises(DsecError) as caught:
-        await asking
-    return caught.value
 
 
 async def test_a_sandbox_is_created_used_and_deleted(node: NodeForTests) -> None:
@@ -72,7 +55,7 @@ async def test_a_sandbox_is_created_used_and_deleted(node: NodeForTests) -> None
     assert (result.exit_code, result.stdout) == (3, b"b\nhello from the toolkit\n")
     info = await node.ask(created.sandbox_id, "inspect", InspectSandbox(), SandboxInfo)
     assert info.state is SandboxState.RUNNING
-    assert info.pids_used > 0
+    assert info.pids_used
     deleted = await node.ask(created.sandbox_id, "delete", DeleteSandbox(), SandboxDeleted)
     assert deleted.end_cause is EndCause.DELETED
     running = await node.event_of(created.sandbox_id, SandboxRunning)
@@ -245,21 +228,24 @@ async def test_a_file_that_is_not_what_was_announced_changes_nothing(node: NodeF
 
 
 async def test_an_abandoned_upload_is_removed(tmp_path: Path, layers: Path) -> None:
-    async with node_for_tests(tmp_path, layers, upload_idle_s=0.2) as node:
+    async with node_for_tests(tmp_path, layers, upload_idle_s=1.0) as node:
         created = await node.place()
         piece = WriteFile(path="/tmp/x", upload_id="u1", data=b"abc", final=False)
         await node.ask(created.sandbox_id, "write_file", piece, FileWritten)
 
-        async def names() -> list[str]:
-            listing = await node.ask(
-                created.sandbox_id, "list_directory", ListDirectory(path="/tmp"), DirectoryListing
-            )
-            return [entry.path for entry in listing.entries]
+        listing = await node.ask(
+            created.sandbox_id, "list_directory", ListDirectory(path="/tmp"), DirectoryListing
+        )
+        assert listing.entries == ()  # it has no name yet
 
-        assert await names() == [".dsec-upload-u1"]
-        async with asyncio.timeout(5):
-            while await names():
-                pass
+        def processes() -> int:
+            [procs] = Path("/sys/fs/cgroup/unified").glob(f"dsec-{NODE}/*/cgroup.procs")
+            return len(procs.read_text().split())
+
+        assert processes() > 1  # what listed may still be ending
+        async with asyncio.timeout(20):
+            while processes() > 1:
+                await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -353,8 +339,7 @@ async def test_the_agents_socket_knows_whose_it_is(node: NodeForTests) -> None:
     )
     assert seen.exit_code == 0
     local = created.sandbox_id.partition(".")[2]
-    path = node.directory / "run" / "s" / local / "agent.sock"
-    reader, writer = await asyncio.open_unix_connection(path)
+    reader, writer = await connect_to_agent_socket(node.directory / "run" / "s" / local)
     request = json.dumps({"id": 1, "op": "hello"}).encode()
     writer.write(len(request).to_bytes(4, "big") + request)
     answer = json.loads(
@@ -379,3 +364,21 @@ async def test_sixteen_at_once_all_live_and_all_go(node: NodeForTests) -> None:
 
 def test_subjects_of_the_daemon_are_its_own() -> None:
     assert subjects.any_project_sandbox(NODE, "exec").split(".")[4] == NODE
+
+
+class HourAhead(SystemClock):
+    """A machine's clock that was set wrong."""
+
+    def now(self) -> float:
+        return super().now() + 3600.0
+
+
+async def test_a_placement_is_valid_by_the_clock_that_the_nodes_heartbeats_tell(
+    tmp_path: Path, layers: Path
+) -> None:
+    async with node_for_tests(tmp_path, layers, parts={"clock": HourAhead()}) as node:
+        await node.until(lambda: node.heartbeats)
+        ahead_s = node.heartbeats[-1].sent_at - time.time()
+        assert 3540 < ahead_s < 3660
+        assert (await node.place(valid_s=ahead_s + 20.0)).sandbox_id
+        assert (await refused(node.place(valid_s=20.0))).code is ErrorCode.TIMEOUT

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from control_plane import until
 from dsec_common.log import LogConsumer, StartAt
 from dsec_common.testing.kafka import kafka_for_tests
 from dsec_common.wire.sandbox import DeleteSandbox, SandboxDeleted
-from sandboxd_node import build_layers, node_for_tests
+from sandboxd_node import node_for_tests
 
 WAIT_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("layers")
-    build_layers(directory)
-    return directory / "store"
 
 
 async def test_a_node_works_without_kafka_is_not_ready_and_loses_no_step(

@@ -60,9 +60,10 @@ async def test_a_node_that_was_started_again_is_not_waited_for(plane: ControlPla
     node = await plane.node("node-1")
     await plane.scheduler(attempt_timeout_s=30.0)
     user = await plane.project()
+    over = asyncio.Event()
 
     async def die() -> None:
-        await asyncio.Event().wait()
+        await over.wait()
 
     node.before_answer = die
     creating = asyncio.create_task(create(user, request(timeout_s=60)))
@@ -72,7 +73,8 @@ async def test_a_node_that_was_started_again_is_not_waited_for(plane: ControlPla
     node.sandboxes.clear()
     node.epoch = "2"
     assert (await creating).node == "node-2"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
+    over.set()
 
 
 async def test_nats_lost_between_grant_and_answer_leaves_one_sandbox(plane: ControlPlane) -> None:

@@ -84,7 +84,7 @@ async def test_a_service_waits_for_an_absent_server_and_stops_when_told(
     began = time.monotonic()
     service.request_stop()
     assert await running == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 async def test_a_service_started_before_the_server_becomes_ready(plane: ControlPlane) -> None:

@@ -17,6 +17,7 @@ from dsec_common.wire.node import Resources
 from dsec_common.wire.sandbox import (
     MIB,
     CreateSandbox,
+    ExecCommand,
     Limits,
     SandboxRefused,
     SandboxRunning,
@@ -115,8 +116,9 @@ async def test_what_can_never_be_is_refused_at_once(plane: ControlPlane) -> None
     user, outcomes = await user_of(plane)
     await put(user, request(limits=Limits(memory_bytes=0)))
     await put(user, request(limits=Limits(memory_bytes=MIB << 20)))
-    codes = {event.code for event in await outcomes.wait(2) if isinstance(event, SandboxRefused)}
-    assert codes == {"invalid", "exhausted"}
+    await put(user, request(command=ExecCommand(argv=("true",))))
+    codes = [event.code for event in await outcomes.wait(3) if isinstance(event, SandboxRefused)]
+    assert sorted(codes) == ["exhausted", "invalid", "invalid"]
     assert not node.placed
 
 
@@ -141,7 +143,7 @@ async def test_patience_ends(plane: ControlPlane) -> None:
     (event,) = await outcomes.wait(1)
     assert isinstance(event, SandboxRefused)
     assert event.code == "unavailable"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
 
 
 async def test_a_message_that_cannot_be_read_does_not_stop_the_queue(plane: ControlPlane) -> None:

@@ -113,6 +113,22 @@ async def test_a_layer_that_no_store_has_is_not_found(plane: ControlPlane) -> No
     )
 
 
+async def test_a_layer_whose_store_has_no_room_is_missed_in_words_that_say_what_to_do(
+    plane: ControlPlane,
+) -> None:
+    lacking = await plane.node("node-1")
+    lacking.refusal = DsecError(ErrorCode.NOT_FOUND, "no layer built@1 in this project")
+    builder = await plane.node("node-2")
+    builder.refusal = DsecError(ErrorCode.EXHAUSTED, "full", retry_after_s=0.1)
+    await plane.scheduler()
+    error = await refused(await plane.project(), request())
+    while error.code is ErrorCode.EXHAUSTED:  # the one without the layer is not known yet
+        error = await refused(await plane.project(), request())
+    assert (error.code, error.retryable) == (ErrorCode.NOT_FOUND, True)
+    assert "node-2 could not take it" in error.message
+    assert "layers_backend" in error.message
+
+
 async def test_without_a_node_the_error_says_what_to_start(plane: ControlPlane) -> None:
     await plane.scheduler(warm_up_s=0.0)
     error = await refused(await plane.project(), request())
@@ -144,11 +160,13 @@ async def test_a_full_cluster_is_refused_with_a_time_to_wait(plane: ControlPlane
 async def test_room_freed_since_the_last_heartbeat_is_found_at_once(plane: ControlPlane) -> None:
     one = Resources(cpus=1, memory_bytes=64 * MIB, sandboxes=1)
     node = await plane.node("node-1", one)
-    await plane.scheduler()
+    views = (await plane.scheduler())._core.views
     user = await plane.project()
     await node.stop_beating()
+    (view,) = views
     for _ in range(20):
         await create(user, request())
+        await until(lambda: not view.pending.sandboxes)  # its caller is answered before it is
         node.sandboxes.clear()
 
 
@@ -234,7 +252,7 @@ async def test_a_node_that_hangs_is_replaced_when_its_heartbeats_stop(plane: Con
     await plane.node("node-2")
     assert (await answer).node == "node-2"
     # Well before the attempt's own timeout.
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
 
 
 async def test_a_node_whose_answer_is_lost_keeps_its_sandbox(plane: ControlPlane) -> None:
@@ -260,10 +278,32 @@ async def test_time_runs_out_with_the_request(plane: ControlPlane) -> None:
     began = time.monotonic()
     error = await refused(await plane.project(), request(timeout_s=0.5))
     assert error.code in {ErrorCode.TIMEOUT, ErrorCode.UNAVAILABLE}
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 9  # well before an attempt's own timeout
     placed = [message for node in nodes for message in node.placed]
     assert placed
     assert all(message.valid_until <= time.time() for message in placed)
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+async def test_a_node_whose_clock_is_an_hour_off_makes_sandboxes_and_in_time(
+    plane: ControlPlane, ahead_s: float
+) -> None:
+    node = await plane.node("node-1")
+    node.ahead_s = ahead_s  # before any scheduler has heard of it
+    await plane.scheduler()
+    await create(await plane.project(), request(timeout_s=5.0))
+    (placed,) = node.placed
+    assert placed.valid_until <= node.now() + 5.0
+
+
+async def test_a_clock_that_is_set_anew_is_followed(plane: ControlPlane) -> None:
+    node = await plane.node("node-1")
+    views = (await plane.scheduler())._core.views
+    user = await plane.project()
+    for node.ahead_s in (0.0, 3600.0, -3600.0):
+        await until(lambda: abs(views.lag_s("node-1") + node.ahead_s) < 5.0)
+        await create(user, request(timeout_s=5.0))
+        assert node.placed[-1].valid_until <= node.now() + 5.0
 
 
 async def test_two_schedulers_share_the_requests(plane: ControlPlane) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import pytest
 
 from dsec import CommandFailed, DSecClient, DsecError, ErrorCode, sync
@@ -17,6 +20,7 @@ from dsec_common.subjects import ScopedId
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
 from dsec_common.wire import sandbox as wire
 from dsec_common.wire.base import Message
+from dsec_common.wire.files import ReadTree, TreeChunk
 from dsec_common.wire.sandbox import (
     CreateSandbox,
     EndCause,
@@ -33,6 +37,8 @@ from dsec_common.wire.sandbox import (
 
 NODE = "node-1"
 
+Chunk = TypeVar("Chunk", FileChunk, TreeChunk)
+
 
 class Node:
     """Speaks the wire protocol of one node; files are bytes in a dict."""
@@ -40,9 +46,11 @@ class Node:
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.files: dict[str, bytes] = {}
+        self.archives: dict[str, bytes] = {}
         self.pieces: dict[str, dict[int, bytes]] = {}
         self.version = 0
         self.changes_while_read = 0
+        self.lies = ""
         self.creates: list[CreateSandbox] = []
         self.refusals: list[DsecError] = []
         self.execs: list[ExecCommand] = []
@@ -53,6 +61,7 @@ class Node:
         for verb, kind, handler in (
             ("exec", ExecCommand, self.exec),
             ("read_file", ReadFile, self.read),
+            ("read_tree", ReadTree, self.read_tree),
             ("write_file", WriteFile, self.write),
             ("stat_file", StatFile, self.stat),
             ("delete", wire.DeleteSandbox, self.delete),
@@ -83,15 +92,46 @@ class Node:
         if asked.offset and self.changes_while_read:
             self.changes_while_read -= 1
             self.version += 1
-        piece = data[asked.offset : asked.offset + asked.length]
-        return FileChunk(
-            data=piece,
-            offset=asked.offset,
-            size_bytes=len(data),
-            end_of_file=asked.offset + len(piece) >= len(data),
-            mode=0o6755,
-            version=str(self.version),
+        piece = b"" if asked.final else data[asked.offset : asked.offset + asked.length]
+        is_whole = asked.final or len(piece) == len(data)
+        return self._told(
+            FileChunk(
+                data=piece,
+                offset=asked.offset,
+                size_bytes=len(data),
+                end_of_file=asked.offset + len(piece) >= len(data),
+                mode=0o6755,
+                version=str(self.version),
+                sha256=hashlib.sha256(data).hexdigest() if is_whole else "",
+            )
         )
+
+    async def read_tree(self, request: Request[ReadTree]) -> Message:
+        asked = request.message
+        data = self.archives[asked.path]
+        piece = data[asked.offset : asked.offset + wire.FILE_CHUNK_BYTES]
+        if asked.offset + len(piece) < len(data):
+            return TreeChunk(data=piece, offset=asked.offset)
+        return self._told(
+            TreeChunk(
+                data=piece,
+                offset=asked.offset,
+                end=True,
+                size_bytes=len(data),
+                sha256=hashlib.sha256(data).hexdigest(),
+            )
+        )
+
+    def _told(self, chunk: Chunk) -> Chunk:
+        """Return the chunk with the one untruth that the test asks for."""
+        if self.lies == "hash" and chunk.sha256:
+            return msgspec.structs.replace(chunk, sha256=hashlib.sha256(b"other").hexdigest())
+        if self.lies == "no hash":
+            return msgspec.structs.replace(chunk, sha256="")
+        if self.lies in {"more", "less"}:
+            size_bytes = chunk.size_bytes + (1 if self.lies == "more" else -1)
+            return msgspec.structs.replace(chunk, size_bytes=size_bytes)
+        return chunk
 
     async def write(self, request: Request[WriteFile]) -> Message:
         asked = request.message
@@ -105,7 +145,9 @@ class Node:
         return FileWritten(received_bytes=len(asked.data), complete=asked.final)
 
     async def stat(self, request: Request[StatFile]) -> Message:
-        return FileInfo(path=request.message.path, kind=FileKind.FILE)
+        path = request.message.path
+        kind = FileKind.DIRECTORY if path in self.archives else FileKind.FILE
+        return FileInfo(path=path, kind=kind)
 
     async def delete(self, _: Request[wire.DeleteSandbox]) -> Message:
         return wire.SandboxDeleted(sandbox_id=f"{NODE}.one", end_cause=EndCause.DELETED)
@@ -184,6 +226,57 @@ async def test_a_file_that_changes_while_it_is_read_is_read_again_and_then_refus
     assert caught.value.code is ErrorCode.CONFLICT
 
 
+LIES = ("hash", "no hash", "more", "less")
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("size", [1000, 500_000])
+async def test_a_file_that_is_not_what_its_hash_and_size_say_is_no_download(
+    nats: NatsForTests, node: Node, tmp_path: Path, lie: str, size: int
+) -> None:
+    node.files["/x"] = os.urandom(size)
+    target = tmp_path / "target"
+    target.write_text("old")
+    async with _client(nats) as client:
+        sandbox = client.sandbox(f"{NODE}.one")
+        node.lies = lie
+        for reading in (sandbox.download("/x", target), sandbox.read_file("/x")):
+            with pytest.raises(DsecError) as caught:
+                await reading
+            assert caught.value.code is ErrorCode.CONFLICT
+        assert target.read_text() == "old"
+        assert os.listdir(tmp_path) == ["target"]  # noqa: PTH208  as above
+        node.lies = ""
+        assert await sandbox.download("/x", target) == size
+    assert target.read_bytes() == node.files["/x"]
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("size", [1000, 500_000])
+async def test_a_directory_that_is_not_what_its_hash_and_size_say_is_no_download(
+    nats: NatsForTests, node: Node, tmp_path: Path, lie: str, size: int
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(os.urandom(size))
+    with tarfile.open(tmp_path / "tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        tar.add(source, "file")
+    node.archives["/d"] = (tmp_path / "tar").read_bytes()
+    (tmp_path / "tar").unlink()
+    target.mkdir()
+    (target / "kept").write_text("old")
+    async with _client(nats) as client:
+        sandbox = client.sandbox(f"{NODE}.one")
+        node.lies = lie
+        with pytest.raises(DsecError) as caught:
+            await sandbox.download("/d", target)
+        assert caught.value.code is ErrorCode.CONFLICT
+        assert os.listdir(target) == ["kept"]  # noqa: PTH208  as above
+        assert sorted(os.listdir(tmp_path)) == ["source", "target"]  # noqa: PTH208  as above
+        node.lies = ""
+        assert await sandbox.download("/d", target) == 1
+    assert (target / "file").read_bytes() == source.read_bytes()
+
+
 async def test_a_full_platform_is_asked_again_and_a_lasting_refusal_is_told(
     nats: NatsForTests, node: Node
 ) -> None:
@@ -194,9 +287,14 @@ async def test_a_full_platform_is_asked_again_and_a_lasting_refusal_is_told(
         assert sandbox.id == f"{NODE}.one"
         assert len(node.creates) == 3
         assert node.creates[0].limits.cpus == 0.5
-        node.refusals = [full] * 50
+        # However often: the caller has said how long the sandbox may be waited for.
+        node.refusals = [full] * 20
+        assert (await client.create_sandbox("python@1")).id == f"{NODE}.one"
+        assert len(node.creates) == 24
+        node.refusals = [full] * 1000
         with pytest.raises(DsecError, match="no room"):
-            await client.create_sandbox("python@1")
+            await client.create_sandbox("python@1", timeout_s=0.2)
+        assert len(node.creates) > 26
         node.refusals = [DsecError(ErrorCode.INVALID, "memory is 0")]
         asked = len(node.creates)
         with pytest.raises(DsecError, match="memory is 0"):

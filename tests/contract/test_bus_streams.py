@@ -126,7 +126,7 @@ async def test_no_more_than_max_in_flight_are_handled_at_once(running: NatsForTe
         for number in range(40):
             await project.js_publish(SUBJECT, Job(number=number))
         await scheduler.consume(NAME, "worker", Job, wait, max_in_flight=5)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await full.wait()
         await project.flush()
         gate.set()
@@ -190,7 +190,7 @@ async def test_a_slow_handler_keeps_its_message_beyond_the_wait_for_its_acknowle
         await scheduler.ensure_stream(QUEUE)
         await scheduler.consume(NAME, "worker", Job, slow, ack_wait_s=0.5)
         await project.js_publish(SUBJECT, Job(number=1))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await done.wait()
     assert deliveries == 1
 
@@ -257,7 +257,7 @@ async def test_what_was_in_hand_at_a_drain_is_acknowledged_and_never_comes_again
         for number in range(100):
             await project.js_publish(SUBJECT, Job(number=number))
         await leaving.consume(NAME, "worker", Job, wait, max_in_flight=10)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await full.wait()
             draining = asyncio.create_task(leaving.drain())
             await project.flush()

@@ -119,7 +119,7 @@ async def test_a_reader_of_a_lost_broker_says_so_and_stops_at_once(
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await waiting
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await consumer.stop()
 
 
@@ -158,7 +158,7 @@ async def test_what_an_absent_kafka_did_not_take_goes_out_at_the_next_start(
         await producer.start()
         for seq in range(1, 101):
             producer.append(step(project, seq))
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             await producer.stop(timeout_s=60)
             await producer.stop()
         assert producer.stats.pending_frames > 0

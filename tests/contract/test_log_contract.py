@@ -13,9 +13,10 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from dsec_common.behavior import BehaviorLog
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.log import LogConsumer, LogProducer, SequenceCounter, StartAt, ensure_topics
+from dsec_common.log_pace import Pace
 from dsec_common.testing.kafka import KafkaForTests
 from dsec_common.topics import METERING, behavior_logs
-from kafka_readers import plain_consumer, read_back, reader, take, take_until
+from kafka_readers import READ_TIMEOUT_S, plain_consumer, read_back, reader, take, take_until
 from log_processes import kill_after, writer_process
 
 FLUSH_S = 30.0
@@ -63,7 +64,7 @@ async def test_a_records_partition_is_the_one_every_kafka_client_would_choose(
     partitions: dict[bytes, set[int]] = {}
     async with plain_consumer(kafka, project) as consumer:
         for _ in range(24):
-            message = await asyncio.wait_for(anext(consumer), 10)
+            message = await asyncio.wait_for(anext(consumer), 60)
             partitions.setdefault(message.key, set()).add(message.partition)
     assert len(partitions) == 12
     assert all(len(found) == 1 for found in partitions.values())
@@ -95,7 +96,7 @@ async def test_a_plain_kafka_consumer_reads_the_log_with_parse_as_its_deserializ
     )
     await consumer.start()
     try:
-        message = await asyncio.wait_for(anext(consumer), 10)
+        message = await asyncio.wait_for(anext(consumer), 60)
     finally:
         await consumer.stop()
     assert message.value == written
@@ -263,7 +264,7 @@ async def test_another_topics_payload_goes_through_the_same_spool(
     )
     await consumer.start()
     try:
-        message = await asyncio.wait_for(anext(consumer), 10)
+        message = await asyncio.wait_for(anext(consumer), 60)
     finally:
         await consumer.stop()
     assert (message.key, message.value) == (b"node-1", b"units=100")
@@ -321,6 +322,36 @@ async def test_a_reader_of_all_projects_finds_a_project_that_begins_later(
         await producer.flushed(FLUSH_S)
         records = await take_until(consumer, lambda record: record.project == project)
     assert records[-1].seq == 1
+
+
+class LongPause(Pace):
+    """Waits for a minute whatever comes, which no test does."""
+
+    def pause_s(self, now_s: float) -> float:
+        return 60.0
+
+
+async def test_a_reader_in_a_long_pause_reads_at_once_when_the_broker_tells_or_somebody_waits(
+    kafka: KafkaForTests, project: str, tmp_path: Path
+) -> None:
+    async with (
+        reader(kafka, project) as consumer,
+        LogProducer(kafka.log_config(tmp_path), "test") as producer,
+    ):
+        producer.append(step("node-1.a", project, 1))
+        assert [record.seq for record in await take(consumer, 1)] == [1]
+        consumer._pace = LongPause(0.0)
+        holds_fetches = kafka.provider.name == "apache"
+        coming = asyncio.create_task(take(consumer, 1))
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            consumer.hurry()
+            while consumer._hurried.is_set() and not holds_fetches:
+                await asyncio.sleep(0.001)  # it asks once more, and then waits
+        producer.append(step("node-1.a", project, 2))
+        await producer.flushed(FLUSH_S)
+        if not holds_fetches:
+            consumer.hurry()
+        assert [record.seq for record in await coming] == [2]
 
 
 async def test_a_value_that_is_no_behaviour_log_is_counted_and_skipped(

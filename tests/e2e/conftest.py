@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dsec import sync
 from stack import Stack
 
 
@@ -29,3 +30,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def base(stack: Stack) -> str:
     """A base layer with the host's shell and Python."""
     return stack.import_host_base()
+
+
+@pytest.fixture(scope="session")
+def router(stack: Stack, base: str) -> None:
+    """Have the node's router made before the tests: it stays, mounted, as long as the daemon."""
+    with (
+        sync.DSecClient(stack.context.nats_servers, stack.context.credentials) as client,
+        client.create_sandbox(base, network={"allow": ["10.0.0.0/8"]}),
+    ):
+        pass

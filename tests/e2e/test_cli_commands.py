@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dsec_common.behavior import BehaviorLog
-from stack import Stack
+from stack import Stack, environment
 
 
 @pytest.fixture
@@ -29,6 +29,7 @@ def test_a_sandbox_is_created_listed_inspected_and_removed(stack: Stack, base: s
     assert created["limits"]["memory_bytes"] == 64 << 20
     listed = {info["sandbox_id"]: info for info in stack.dsec_json("sandbox", "list")}
     assert listed[name]["state"] == "running"
+    assert listed[name]["memory_bytes_used"] > 0
     table = stack.dsec("sandbox", "list").stdout
     assert "SANDBOX" in table
     assert name in table
@@ -60,11 +61,81 @@ def test_exec_gives_the_commands_output_and_exit_code_and_nothing_else(
     assert late.returncode == 124
     assert "time ran out" in late.stderr
     missing = stack.dsec("sandbox", "exec", sandbox, "no-such-program", check=False)
-    assert missing.returncode == 125
+    assert missing.returncode == 127
     assert "no-such-program" in missing.stderr
+    refused = stack.dsec("sandbox", "exec", sandbox, "/etc/passwd", check=False)
+    assert refused.returncode == 126, refused.stderr
     document = stack.dsec("sandbox", "exec", "--json", sandbox, "printf", r"\377", check=False)
     result = json.loads(document.stdout)
     assert (result["exit_code"], result["stdout"], result["stdout_base64"]) == (0, "\ufffd", "/w==")
+
+
+def test_exec_prints_while_the_command_runs_and_an_interrupt_ends_that(
+    stack: Stack, sandbox: str
+) -> None:
+    line = "echo first; sleep 1000 & echo $! > /tmp/child; wait"
+    with subprocess.Popen(
+        stack.command("sandbox", "exec", "-c", sandbox, line),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "first\n"
+        running.send_signal(signal.SIGINT)
+        assert running.wait(30) == 130
+    gone = "while [ -d /proc/$(cat /tmp/child) ]; do :; done"
+    stack.dsec("sandbox", "exec", "-c", "--timeout", "20", sandbox, gone)
+    much = stack.dsec("sandbox", "exec", "-c", sandbox, "seq 100000; sleep 1000 & echo left")
+    assert much.stdout == "".join(f"{number}\n" for number in range(1, 100_001)) + "left\n"
+    refused = stack.dsec("sandbox", "exec", "-i", sandbox, "no-such-program", check=False)
+    assert refused.returncode == 127
+
+
+@pytest.mark.parametrize("joined", ["-i", "-t"])
+def test_input_that_is_nowhere_is_input_that_has_ended(
+    stack: Stack, sandbox: str, joined: str
+) -> None:
+    done = subprocess.run(
+        stack.command("sandbox", "exec", joined, "--timeout", "20", sandbox, "sh", "-c", "echo a"),
+        check=False,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        env=environment(),
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, b"a", b"")
+
+
+def test_an_option_that_is_none_is_no_layer_and_no_sandbox(
+    stack: Stack, base: str, sandbox: str
+) -> None:
+    for words in (("run", "--nett", "open", base), ("sandbox", "exec", "--nett", sandbox)):
+        done = stack.dsec(*words, "true", check=False)
+        assert done.returncode == 2
+        assert "--nett" in done.stderr
+
+
+def test_run_and_call_take_what_create_and_exec_take(stack: Stack, base: str) -> None:
+    least = ("--cpus", "0.5", "--cpu-quota", "--cpu-class", "best_effort", "--memory", "64m")
+    asked = ("-w", "/tmp", "-u", "nobody", "-c", "-e", "A=1", "--pids", "20", "--inodes", "500")
+    line = 'echo "$PWD $(id -un) $A $(cat)"'
+    for verb in ("run", "call"):
+        done = stack.dsec(verb, *least, *asked, "-i", base, line, stdin="fed")
+        assert done.stdout == "/tmp nobody 1 fed\n"
+    network = stack.dsec("run", "--network", "none", "--ttl", "60", base, "true")
+    assert network.stdout == ""
+    created = stack.dsec_json(
+        *("sandbox", "create", *least, "--oom-group", "--inodes", "500", "--warm", "bypass", base)
+    )
+    limits = created["limits"]
+    assert (limits["oom_group"], limits["cpu_quota"], limits["inodes"]) == (True, True, 500)
+    name = created["sandbox_id"]
+    stack.dsec("sandbox", "exec", "-c", name, "echo kept > /tmp/kept")
+    snapshot = stack.dsec_json("snapshot", "create", name)["snapshot_id"]
+    assert stack.dsec("run", "--snapshot", snapshot, "cat", "/tmp/kept").stdout == "kept\n"
+    stack.dsec("sandbox", "rm", name)
+    stack.dsec("snapshot", "rm", snapshot)
 
 
 def test_cp_copies_files_and_directories_both_ways(
@@ -101,6 +172,48 @@ def test_layers_are_imported_from_a_tar_listed_and_removed(stack: Stack, tmp_pat
     gone = stack.dsec("layer", "inspect", "work@2", "--json", check=False)
     assert gone.returncode == 1
     assert json.loads(gone.stderr)["error"]["code"] == "not_found"
+
+
+def test_files_are_looked_at_moved_watched_and_removed(stack: Stack, sandbox: str) -> None:
+    def at(path: str) -> str:
+        return f"{sandbox}:{path}"
+
+    stack.dsec("sandbox", "mkdir", at("/w/deep/er"))
+    stack.dsec("sandbox", "exec", "-c", sandbox, "echo 1 > /w/one; ln -s one /w/link")
+    listed = stack.dsec_json("sandbox", "ls", at("/w"))
+    assert [(entry["path"], entry["kind"]) for entry in listed] == [
+        ("deep", "directory"),
+        ("link", "symlink"),
+        ("one", "file"),
+    ]
+    assert "lrwxrwxrwx   0:0" in stack.dsec("sandbox", "ls", at("/w")).stdout
+    assert stack.dsec_json("sandbox", "stat", at("/w/link"))["link_target"] == "one"
+    assert re.search(r"mode +0644", stack.dsec("sandbox", "stat", at("/w/one")).stdout)
+    stack.dsec("sandbox", "mv", at("/w/one"), "/w/deep/one")
+    kept = stack.dsec("sandbox", "mv", "--keep", at("/w/link"), "/w/deep/one", check=False)
+    assert (kept.returncode, "conflict" in kept.stderr) == (1, True)
+    with subprocess.Popen(
+        stack.command("sandbox", "watch", "--json", "-r", at("/w")), stdout=subprocess.PIPE
+    ) as watching:
+        assert watching.stdout is not None
+        changes = iter(watching.stdout.readline, b"")
+        toucher = threading.Thread(target=_change_until, args=(stack, sandbox, watching))
+        toucher.start()
+        event = json.loads(next(changes))
+        watching.terminate()
+        toucher.join()
+    assert event["path"] == "deep/er/file"
+    assert stack.dsec("sandbox", "rm", at("/w"), check=False).returncode == 1
+    removed = stack.dsec_json("sandbox", "rm", "-r", at("/w"))
+    assert [entry["path"] for entry in removed] == [at("/w")]
+    both = stack.dsec("sandbox", "rm", at("/tmp"), sandbox, check=False)
+    assert both.returncode == 2
+
+
+def _change_until(stack: Stack, sandbox: str, watching: subprocess.Popen[bytes]) -> None:
+    """Change a file again and again: nobody is told when a watch stands."""
+    while watching.poll() is None:
+        stack.dsec("sandbox", "exec", "-c", sandbox, "echo x >> /w/deep/er/file")
 
 
 def test_a_layer_import_shows_its_progress_to_people(stack: Stack, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsec import sync
-from dsec.stack.identity import ProcessIdentity
+from dsec_common.processes import ProcessIdentity
 from stack import Stack
 
 

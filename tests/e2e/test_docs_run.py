@@ -32,7 +32,7 @@ RUN = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("base")
+@pytest.mark.usefixtures("base", "router")
 @pytest.mark.parametrize("page", RUN)
 def test_the_examples_of_a_page_run(page: Page, stack: Stack, tmp_path: Path) -> None:
     printed: str | None = None

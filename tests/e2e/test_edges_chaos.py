@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiokafka
@@ -22,8 +20,7 @@ import pytest
 from dsec import BehaviorLog, DSecClient, DsecError, ErrorCode, Sandbox
 from dsec_common.topics import behavior_logs
 from dsec_common.wire.base import new_id
-from dsec_common.wire.sandbox import EndCause
-from stack import Stack
+from stack import Stack, pid_of, running_stack
 
 PATIENCE_S = 60.0
 SMALL: dict[str, Any] = {"cpus": 0.05, "memory_bytes": 32 << 20, "disk_bytes": 1 << 20}
@@ -34,27 +31,15 @@ ROUNDS = 5
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    if os.geteuid() != 0:
-        pytest.skip("sandboxes need root")
-    platform = Stack(Path(tmp_path_factory.mktemp("chaos")), name="c", nodes=2)
-    try:
-        platform.start("--kafka=apache")
+    with running_stack(
+        tmp_path_factory.mktemp("chaos"), "--kafka=apache", name="c", nodes=2
+    ) as platform:
         yield platform
-    finally:
-        code = platform.stop()
-    assert code == 0, platform.said()
-    assert platform.leftovers() == []
 
 
 @pytest.fixture(scope="module")
 def base(stack: Stack) -> str:
     return stack.import_host_base()
-
-
-def pid_of(stack: Stack, part: str) -> int:
-    """Return the process that is the part now: it may have been started again."""
-    record = json.loads((stack.directory / "supervisor.json").read_text())
-    return next(int(found["process"]["pid"]) for found in record["parts"] if found["name"] == part)
 
 
 async def restarted(stack: Stack, part: str) -> None:
@@ -163,27 +148,25 @@ async def test_a_killed_nats_server_costs_at_most_the_commands_under_way(
     assert all(error.details["may_have_happened"] for _, error in users.errors)
 
 
-async def test_a_killed_node_costs_its_own_sandboxes_alone(stack: Stack, base: str) -> None:
+async def test_a_killed_node_daemon_costs_no_sandbox(stack: Stack, base: str) -> None:
     victim, other = stack.node_names
     async with stack.client() as client:
         kept = await one_on_each_node(client, base, {victim, other})
+        await kept[victim].exec(["sh", "-c", "echo kept > /tmp/kept; sleep 1000 >/dev/null 2>&1 &"])
         async with load(stack, base) as users:
             os.kill(pid_of(stack, f"sandboxd-{victim}"), signal.SIGKILL)
             await users.progress()
             await restarted(stack, f"sandboxd-{victim}")
             await users.progress()
-        # What is told of a sandbox that went with its node; never that creating it failed.
+        # What is told of a command that was under way on the node; nothing of a creation.
         assert {(step, error.code) for step, error in users.errors} <= {
             ("exec", ErrorCode.UNAVAILABLE),
-            ("exec", ErrorCode.EXPIRED),
-            ("exec", ErrorCode.NOT_FOUND),
         }
         assert (await kept[other].exec("echo alive")).stdout == b"alive\n"
-        assert (await kept[victim].inspect()).end_cause is EndCause.NODE_RESTARTED
-        with pytest.raises(DsecError) as caught:
-            await kept[victim].exec("true")
-        assert caught.value.code is ErrorCode.EXPIRED
-        await kept[other].delete()
+        assert (await kept[victim].exec("cat /tmp/kept")).stdout == b"kept\n"
+        assert (await kept[victim].inspect()).end_cause is None
+        for sandbox in kept.values():
+            await sandbox.delete()
 
 
 async def one_on_each_node(client: DSecClient, base: str, nodes: set[str]) -> dict[str, Sandbox]:
@@ -213,7 +196,8 @@ async def test_a_node_that_dies_between_grant_and_create_costs_only_time(
                 asyncio.create_task(client.create_sandbox(base, labels=label, **SMALL))
                 for _ in range(12)
             ]
-            _, waiting = await asyncio.wait(creating, timeout=1.0)
+            # Its last heartbeat may be nearly as old as is believed: then it is given up at once.
+            _, waiting = await asyncio.wait(creating, timeout=0.3)
             assert waiting, "some were granted to the node that stands still"
         finally:
             os.kill(pid, signal.SIGKILL)

@@ -270,7 +270,6 @@ SDK_MISTAKES: dict[str, Callable[[DSecClient, Sandbox], Awaitable[object]]] = {
     "command that is none": lambda _, it: it.exec(None),  # type: ignore[arg-type]
     "command that is no text": lambda _, it: it.exec("echo \udc80"),
     "command of two mebibytes": lambda _, it: it.exec("x" * (2 << 20)),
-    "stdin of two mebibytes": lambda _, it: it.exec("cat", stdin=b"x" * (2 << 20)),
     "command negative": lambda _, it: it.exec("true", timeout_s=-100.0),
     "command nan": lambda _, it: it.exec("true", timeout_s=math.nan),
     "command endless": lambda _, it: it.exec("true", timeout_s=math.inf),

@@ -50,14 +50,14 @@ async def test_what_a_file_cannot_be_is_told_in_words(
             await sandbox.write_file("/big", b"x" * (32 * MIB))
         assert caught.value.code is ErrorCode.EXHAUSTED
         assert not caught.value.retryable
-        assert "dsec-upload" not in (await sandbox.exec("ls -a /")).stdout_text
+        assert "dsec-" not in (await sandbox.exec("ls -a /")).stdout_text
         with pytest.raises(DsecError, match="'/usr' is a directory"):
             await sandbox.read_file("/usr")
         await sandbox.make_directory("/mine", mode=0o755)
         with pytest.raises(DsecError) as caught:
             await sandbox.write_file("/mine/deep/file", "x", user="nobody")
         assert caught.value.code is ErrorCode.DENIED
-        with pytest.raises(DsecError, match="'/proc/mine': No such file"):
+        with pytest.raises(DsecError, match="'/proc/mine': Permission denied"):
             await sandbox.write_file("/proc/mine", "x")
         with pytest.raises(FileNotFoundError, match=r"/nowhere'$"):
             await sandbox.download("/etc/passwd", tmp_path / "nowhere/passwd")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import struct
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,3 +209,17 @@ async def agent_world(
         yield world
     finally:
         await world.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def answers_others(world: AgentWorld) -> None:
+    """Check that a polite agent is served at once."""
+    polite = await world.agent()
+    async with asyncio.timeout(20):
+        assert (await polite.ask("hello"))["result"]["sandbox_id"] == f"{NODE}.{LOCAL}"
+    await polite.close()

@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dsec_broker.config import BrokerConfig
-from dsec_broker.effects import Answer, DeleteRecord, Effect, ReadRecord, Refuse, WriteRecord
+from dsec_broker.effects import (
+    Alarm,
+    Answer,
+    DeleteRecord,
+    Effect,
+    ReadRecord,
+    Refuse,
+    Resize,
+    Revoke,
+    TellSegments,
+    WriteRecord,
+)
 from dsec_broker.events import (
     Event,
     GrantAsked,
@@ -18,13 +29,20 @@ from dsec_broker.events import (
     RecordWritten,
     ReleaseAsked,
     RenewAsked,
+    ResizeAsked,
+    SegmentsTold,
     StoreFailed,
     SweepDue,
+    TransferAsked,
+    UnlockAsked,
 )
-from dsec_broker.record import NodeRecord
+from dsec_broker.record import Lease, NodeRecord
 from dsec_broker.state import BrokerState
 from dsec_common.errors import DsecError, unavailable
+from dsec_common.metering import LeaseSegment
+from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import Message
+from dsec_common.wire.lease import GrantLease
 from dsec_common.wire.node import Gpu, NodeHeartbeat
 
 START_S = 1_000_000.0
@@ -78,6 +96,16 @@ class Broker:
         self.store: list[WriteRecord | ReadRecord] = []
         self.answers: dict[int, Message] = {}
         self.refusals: dict[int, DsecError] = {}
+        self.revoked: list[str] = []
+        self.alarms: list[Alarm] = []
+        self.ahead_s = 0.0
+        self.resized: list[Lease] = []
+        self.log_refuses = False
+
+    @property
+    def at(self) -> Moment:
+        """Now, by this broker's clocks."""
+        return Moment(self.world.now + self.ahead_s, self.world.now - START_S)
 
     def handle(self, event: Event) -> None:
         """Feed one event and check the core's invariants."""
@@ -86,7 +114,7 @@ class Broker:
         for effect in effects:
             self._take(effect)
 
-    def _take(self, effect: Effect) -> None:
+    def _take(self, effect: Effect) -> None:  # noqa: C901  one case per kind of effect
         match effect:
             case Answer():
                 self.answers[effect.request_id] = effect.reply
@@ -95,6 +123,17 @@ class Broker:
             case DeleteRecord():
                 if self.world.bucket.read(effect.node)[1] == effect.revision:
                     del self.world.bucket.records[effect.node]
+            case Revoke():
+                self.revoked.append(effect.lease_id)
+            case Alarm():
+                self.alarms.append(effect)
+            case Resize():
+                self.resized.append(effect.lease)
+            case TellSegments():
+                if not self.log_refuses:
+                    self.world.told += effect.segments
+                    keys = tuple((it.lease_id, it.number) for it in effect.segments)
+                    self.handle(SegmentsTold(node=effect.node, keys=keys))
             case WriteRecord() | ReadRecord():
                 self.store.append(effect)
 
@@ -102,53 +141,81 @@ class Broker:
         self, cu: float, *, node: str = "", ttl_s: float = 100.0, project: str = "default"
     ) -> int:
         """Ask for units; return the request's id."""
+        return self.ask(GrantLease(project=project, holder="", cu=cu, node=node, ttl_s=ttl_s))
+
+    def ask(self, asked: GrantLease) -> int:
+        """Ask for what a message says; return the request's id."""
+        request_id = self.world.next_id()
+        asked = msgspec.structs.replace(asked, holder=asked.holder or f"holder-{request_id}")
+        self.handle(
+            GrantAsked(request_id=request_id, asked=asked, local=asked.message_id, at=self.at)
+        )
+        return request_id
+
+    def transfer(self, lease_id: str, holder: str = "another", local: str = "") -> int:
+        """Hand a lease to another holder; return the request's id."""
         request_id = self.world.next_id()
         self.handle(
-            GrantAsked(
+            TransferAsked(
                 request_id=request_id,
-                project=project,
-                holder=f"holder-{request_id}",
-                cu=cu,
-                node=node,
-                ttl_s=ttl_s,
-                local=f"lease-{request_id}",
-                at=self.world.at,
+                lease_id=lease_id,
+                holder=holder,
+                ttl_s=100.0,
+                local=local or f"moved-{request_id}",
+                at=self.at,
             )
         )
         return request_id
 
+    def unlock(self, node: str = "node-1", lease_id: str = "", project: str = "default") -> int:
+        """End leases by force; return the request's id."""
+        request_id = self.world.next_id()
+        self.handle(
+            UnlockAsked(
+                request_id=request_id,
+                project=project,
+                node=node,
+                lease_id=lease_id,
+                reason="stuck",
+                at=self.at,
+            )
+        )
+        return request_id
+
+    def resize(self, targets: dict[str, float], node: str = "node-1") -> None:
+        """Have leases get so many units."""
+        self.handle(ResizeAsked(node=node, targets=targets, reason="full", at=self.at))
+
     def renew(self, lease_id: str, ttl_s: float = 100.0) -> int:
         """Ask for a lease to live on; return the request's id."""
         request_id = self.world.next_id()
-        self.handle(
-            RenewAsked(request_id=request_id, lease_id=lease_id, ttl_s=ttl_s, at=self.world.at)
-        )
+        self.handle(RenewAsked(request_id=request_id, lease_id=lease_id, ttl_s=ttl_s, at=self.at))
         return request_id
 
     def release(self, lease_id: str) -> int:
         """Give a lease back; return the request's id."""
         request_id = self.world.next_id()
-        self.handle(ReleaseAsked(request_id=request_id, lease_id=lease_id, at=self.world.at))
+        self.handle(ReleaseAsked(request_id=request_id, lease_id=lease_id, at=self.at))
         return request_id
 
     def see(self, beat: NodeHeartbeat) -> None:
         """Receive a heartbeat."""
-        self.handle(HeartbeatSeen(heartbeat=beat, at=self.world.at))
+        self.handle(HeartbeatSeen(heartbeat=beat, at=self.at))
 
     def sweep(self) -> None:
         """Let the sweep fall due."""
-        self.handle(SweepDue(at=self.world.at))
+        self.handle(SweepDue(at=self.at))
 
     def watch(self, node: str) -> None:
         """Let the bucket's watch tell of the node's record."""
         record, revision = self.world.bucket.read(node)
         if revision:
-            self.handle(RecordSeen(node=node, record=record, revision=revision, at=self.world.at))
+            self.handle(RecordSeen(node=node, record=record, revision=revision, at=self.at))
 
     def store_step(self, *, fail: bool = False) -> None:
         """Let the oldest read or write happen; with ``fail`` its acknowledgement is lost."""
         effect = self.store.pop(0)
-        bucket, at = self.world.bucket, self.world.at
+        bucket, at = self.world.bucket, self.at
         if isinstance(effect, WriteRecord) and bucket.write(
             effect.node, effect.record, effect.revision
         ):
@@ -171,9 +238,10 @@ class World:
     """A bucket, a clock and some brokers."""
 
     def __init__(self, brokers: int = 1, config: BrokerConfig | None = None) -> None:
-        self.config = config or BrokerConfig()
+        self.config = config or BrokerConfig(clock_skew_s=0.0)
         self.bucket = Bucket()
         self.now = START_S
+        self.told: list[LeaseSegment] = []
         self._ids = 0
         self.brokers = [Broker(self) for _ in range(brokers)]
 
@@ -205,6 +273,11 @@ class World:
         record, _ = self.bucket.read(node)
         assert record is not None
         return record
+
+    def lease(self, lease_id: str) -> Lease:
+        """Return the lease as the bucket holds it."""
+        record = self.record(ScopedId.parse(lease_id).owner)
+        return next(lease for lease in record.leases if lease.lease_id == lease_id)
 
     def lose_bucket(self) -> None:
         """Forget everything, as a server without a memory does."""

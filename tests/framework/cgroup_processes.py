@@ -9,12 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from dsec_sandboxd.kernel.cgroups import Cgroup, CgroupDriver
+    from dsec_sandboxd.kernel.cgroups import Cgroup, CgroupDriver, CgroupLimits
 
 _CLONE3: Final = 435
 _CLONE_INTO_CGROUP: Final = 0x200000000
@@ -37,23 +38,47 @@ def clone_into(directory_fd: int) -> int:
     return int(result)
 
 
+def make_cgroup(driver: CgroupDriver, local: str, limits: CgroupLimits) -> Cgroup:
+    """Make a sandbox's cgroups with its limits as the spawner does, and have them watched."""
+    cgroup = driver.adopt(local)
+    directories = [Path(parent) / local for parent in driver.parents()]
+    for directory in directories:
+        directory.mkdir()
+    for tree, file, text in driver.limit_texts(limits):
+        write_text(directories[tree], file, text)
+    cgroup.watch_oom(end_all=limits.end_all_on_oom)
+    return cgroup
+
+
+def write_text(directory: Path, file: str, text: bytes) -> None:
+    """Write to a file that must be there, in one call."""
+    descriptor = os.open(directory / file, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, text)
+    finally:
+        os.close(descriptor)
+
+
 def start(cgroup: Cgroup, script: str) -> subprocess.Popen[str]:
-    """Start ``script`` (Python) in a new sandbox's cgroups; needs the creation's descriptors."""
-    return _start(script, lambda: enter(cgroup, cgroup.unified_directory_fd))
+    """Start ``script`` (Python) in a sandbox's cgroups."""
+    return _start(script, lambda: enter(cgroup, Path(cgroup.directory)))
 
 
 def start_exec(cgroup: Cgroup, directory_fd: int, script: str) -> subprocess.Popen[str]:
     """Start ``script`` (Python) in a command's cgroup of a new sandbox."""
-    return _start(script, lambda: enter(cgroup, directory_fd))
+    return _start(script, lambda: enter(cgroup, Path(f"/proc/self/fd/{directory_fd}")))
 
 
-def enter(cgroup: Cgroup, directory_fd: int) -> None:
-    """Move the calling process into the sandbox's limits and the v2 directory."""
-    for descriptor in cgroup.enter_fds:
-        os.write(descriptor, b"0")
-    procs = os.open("cgroup.procs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory_fd)
-    os.write(procs, b"0")
-    os.close(procs)
+def enter(cgroup: Cgroup, directory: Path) -> None:
+    """Move the calling process into the sandbox's limits and a v2 directory."""
+    for limited in v1_directories(cgroup):
+        write_text(limited, "tasks", b"0")
+    write_text(directory, "cgroup.procs", b"0")
+
+
+def v1_directories(cgroup: Cgroup) -> list[Path]:
+    """Return the sandbox's directories in v1 hierarchies; none on a pure v2 host."""
+    return [Path(directory) for directory in getattr(cgroup, "v1", {}).values()]
 
 
 def read_line(process: subprocess.Popen[str]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -30,9 +31,12 @@ from dsec_common.wire.node import (
 from dsec_common.wire.sandbox import (
     MIB,
     CreateSandbox,
+    DeleteSandbox,
+    EndCause,
     InspectSandbox,
     Limits,
     SandboxCreated,
+    SandboxDeleted,
     SandboxInfo,
     SandboxState,
 )
@@ -64,6 +68,7 @@ class NodePeer:
         refusal: raised instead of making a sandbox.
         before_answer: awaited before the caller is answered; never returning is a death.
         sandboxes: what it has made.
+        ahead_s: how far its wall clock is ahead of everybody else's.
     """
 
     def __init__(self, bus: Bus, name: str, capacity: Resources, gpus: tuple[Gpu, ...]) -> None:
@@ -82,6 +87,9 @@ class NodePeer:
         self.answers_scheduler = True
         self.sandboxes: dict[str, tuple[str, SandboxInfo]] = {}
         self.lease_ids: tuple[str, ...] = ()
+        self.lease_resizes: dict[str, int] = {}
+        self.labels: dict[str, str] = {}
+        self.ahead_s = 0.0
         self._beating: asyncio.Task[None] | None = None
         self._thaw = asyncio.Event()
         self._thaw.set()
@@ -94,6 +102,7 @@ class NodePeer:
         await bus.serve(
             subjects.any_project_sandbox(name, "inspect"), InspectSandbox, self._inspect
         )
+        await bus.serve(subjects.any_project_sandbox(name, "delete"), DeleteSandbox, self._delete)
         await bus.flush()
         self._beating = asyncio.create_task(self._beat_for_ever())
 
@@ -123,6 +132,7 @@ class NodePeer:
         """Return what the node says of itself now."""
         made = [info.limits for _, info in self.sandboxes.values()]
         return NodeHeartbeat(
+            sent_at=self.now(),
             node=self.name,
             epoch=self.epoch,
             store_id=self.store_id,
@@ -134,8 +144,14 @@ class NodePeer:
             ),
             gpus=self.gpus,
             lease_ids=self.lease_ids,
+            lease_resizes=dict(self.lease_resizes),
+            labels=self.labels,
             draining=self.draining,
         )
+
+    def now(self) -> float:
+        """Return what its wall clock reads."""
+        return time.time() + self.ahead_s
 
     async def beat(self) -> None:
         """Send one heartbeat."""
@@ -152,6 +168,8 @@ class NodePeer:
         self.place_arrived.set()
         if self.refusal is not None:
             raise self.refusal
+        if self.now() > message.valid_until:
+            raise DsecError(ErrorCode.TIMEOUT, f"the placement on {self.name} lapsed")
         limits = message.request.limits
         taken = sum(info.limits.memory_bytes for _, info in self.sandboxes.values())
         if taken + limits.memory_bytes > self.capacity.memory_bytes:
@@ -197,6 +215,16 @@ class NodePeer:
         if info is None or project != asked.project:
             raise not_found(f"no sandbox {local}")
         return info
+
+    async def _delete(self, asked: Request[DeleteSandbox]) -> SandboxDeleted:
+        local = subjects.scoped_id_of(asked.subject).local
+        self.sandboxes.pop(local, None)
+        placed = next((it for it in self.placed if it.local == local), None)
+        if placed is not None:
+            self.lease_ids = tuple(it for it in self.lease_ids if it != placed.lease_id)
+        return SandboxDeleted(
+            sandbox_id=str(ScopedId(self.name, local)), end_cause=EndCause.DELETED
+        )
 
     async def _list(self, asked: Request[ListNodeSandboxes]) -> NodeSandboxes:
         found = [
@@ -273,7 +301,7 @@ async def control_plane(nats: NatsForTests) -> AsyncIterator[ControlPlane]:
         yield ControlPlane(nats, stack)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Return when the condition holds; fail when it does not within ``timeout_s``."""
     async with asyncio.timeout(timeout_s):
         while not condition():

@@ -54,8 +54,9 @@ class DockerEngine:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         self.cache = Path(cache).expanduser() / "dsec" / "docker-tests"
         self.data = self.cache / "data"
-        # A socket's path is at most 107 characters long.
-        self.run_directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        # A socket's path is at most 107 characters long. The cgroup is named alike, after this
+        # process: tests of others that run at the time do not take it for something left behind.
+        self.run_directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
         self.cgroup = self.run_directory.name
         self._lock: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -84,6 +85,9 @@ class DockerEngine:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         for left in _cgroups(f"{_PREFIX}*"):
             left.rmdir()
+        # Made here and not by the first container: whoever runs that one did not leave them behind.
+        for hierarchy in _hierarchies():
+            (hierarchy / self.cgroup).mkdir()
         configuration = self.run_directory / "daemon.json"
         configuration.write_text("{}")
         command = [
@@ -243,10 +247,15 @@ class DockerEngine:
         )
 
 
+def _hierarchies() -> list[Path]:
+    """Return the root of each hierarchy: version 1's controllers and version 2, or it alone."""
+    roots = [_CGROUP_ROOT, *_CGROUP_ROOT.iterdir()]
+    return [root for root in roots if root.is_mount() and (root / "cgroup.procs").is_file()]
+
+
 def _cgroups(pattern: str) -> list[Path]:
     """Return these cgroups of all hierarchies and those below them, deepest first."""
-    roots = [_CGROUP_ROOT, *(path for path in _CGROUP_ROOT.iterdir() if path.is_dir())]
-    tops = sorted({top for root in roots for top in root.glob(pattern) if top.is_dir()})
+    tops = sorted(top for root in _hierarchies() for top in root.glob(pattern) if top.is_dir())
     return [path for top in tops for path in [*sorted(_directories(top), reverse=True), top]]
 
 

@@ -140,6 +140,11 @@ def read(path: str) -> str:
     return Path(path).read_text()
 
 
+def read_bytes(path: Path) -> bytes:
+    """Return a small file's content, without waiting for anything."""
+    return path.read_bytes()
+
+
 def exists(path: str) -> bool:
     """Return whether this host has a file."""
     return Path(path).exists()
@@ -150,7 +155,7 @@ def cgroups_left(node: str = NODE) -> list[str]:
     return [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/dsec-{node}/*/")]
 
 
-def wait_until_dead(pid: int, timeout_s: float = 5.0) -> None:
+def wait_until_dead(pid: int, timeout_s: float = 20.0) -> None:
     """Return once a process that is not our child is gone."""
     deadline = time.monotonic() + timeout_s
     while Path(f"/proc/{pid}").exists():

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,11 +143,14 @@ def write_oci_layout(
     return str(described["digest"])
 
 
-def docker_save_bytes(layers: Sequence[bytes], tags: Sequence[str] = ("demo:1",)) -> bytes:
+def docker_save_bytes(
+    layers: Sequence[bytes],
+    tags: Sequence[str] = ("demo:1",),
+    config_of_commands: Mapping[str, Any] | None = None,
+) -> bytes:
     """Return what ``docker save`` of old wrote: one folder for each layer."""
-    config = json.dumps(
-        {"rootfs": {"diff_ids": [f"sha256:{hashlib.sha256(data).hexdigest()}" for data in layers]}}
-    ).encode()
+    digests = [f"sha256:{hashlib.sha256(data).hexdigest()}" for data in layers]
+    config = json.dumps({"rootfs": {"diff_ids": digests}, "config": config_of_commands}).encode()
     manifest = [
         {
             "Config": "config.json",
@@ -180,3 +183,18 @@ def minimal_base_tree(dest: Path) -> Path:
 def python_base_tree(dest: Path) -> Path:
     """Assemble a base with the Python that runs the tests; takes two seconds, so share it."""
     return build_host_rootfs(dest).path
+
+
+def docker_archive_bytes(images: Mapping[str, Sequence[bytes]]) -> bytes:
+    """Return a ``docker save`` archive of several images, each with its tag and its layers."""
+    members: list[Member] = []
+    manifest = []
+    for number, (tag, layers) in enumerate(images.items()):
+        digests = [f"sha256:{hashlib.sha256(data).hexdigest()}" for data in layers]
+        config = json.dumps({"rootfs": {"diff_ids": digests}}).encode()
+        names = [f"{number}-{index}/layer.tar" for index in range(len(layers))]
+        members += [file_member(f"{number}.json", config)]
+        members += [file_member(name, data) for name, data in zip(names, layers, strict=True)]
+        manifest.append({"Config": f"{number}.json", "RepoTags": [tag], "Layers": names})
+    members.append(file_member("manifest.json", json.dumps(manifest).encode()))
+    return tar_bytes(members)

@@ -36,6 +36,9 @@ class Layers:
             image_path=Path("/images") / name,
         )
 
+    def image_path(self, digest: str) -> Path:
+        return Path("/images") / digest.partition(":")[2]
+
 
 class Memory:
     def memory_bytes_available(self) -> int:

@@ -32,10 +32,12 @@ _SOURCES: Final = (
     "pyproject.toml",
     "tests/conftest.py",
     "tests/framework/cgroup_processes.py",
+    "tests/framework/sharing_out.py",
     "libs/dsec_common/src/dsec_common/__init__.py",
     "libs/dsec_common/src/dsec_common/errors.py",
     "services/sandboxd/src/dsec_sandboxd/__init__.py",
     "services/sandboxd/src/dsec_sandboxd/kernel/__init__.py",
+    "services/sandboxd/src/dsec_sandboxd/kernel/protocol.py",
     *SUITE,
 )
 _BACKENDS: Final = "services/sandboxd/src/dsec_sandboxd/kernel/cgroups*.py"

@@ -20,7 +20,9 @@ from dsec_common.streams import EVENTS
 from dsec_common.subjects import ScopedId
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
 from dsec_common.wire.base import Message, new_id
+from dsec_common.wire.elastic import SandboxResized
 from dsec_common.wire.layer import LayerImportProgress, LayerKind
+from dsec_common.wire.life import SandboxPaused, SandboxResumed
 from dsec_common.wire.node import NodeHeartbeat, PlaceSandbox
 from dsec_common.wire.sandbox import (
     CreateSandbox,
@@ -39,6 +41,17 @@ NODE = f"component-{os.getpid()}"
 BASE = "base@1"
 TOOLKIT = "tools@1"
 R = TypeVar("R", bound=Message)
+
+
+async def connect_to_agent_socket(
+    directory: Path,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the agent's socket in a sandbox's run directory, whose path may be too long."""
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    try:
+        return await asyncio.open_unix_connection(f"/proc/self/fd/{descriptor}/agent.sock")
+    finally:
+        os.close(descriptor)
 
 
 def build_layers(directory: Path) -> None:
@@ -73,6 +86,7 @@ class NodeForTests:
                 state_directory=str(directory / "state"),
                 drain_timeout_s=5.0,
                 heartbeat_interval_s=0.2,
+                network_uplink="manual",
             ),
             **settings,
         )
@@ -82,6 +96,7 @@ class NodeForTests:
         self.other: Bus
         self.events: list[Message] = []
         self.heartbeats: list[NodeHeartbeat] = []
+        self.patience_s = 20.0  # an answer that a killed daemon owed never comes
         self._event_seen = asyncio.Event()
 
     async def start_service(self, kernel: Kernel | None = None, **parts: Any) -> None:
@@ -110,13 +125,20 @@ class NodeForTests:
             self._event_seen.set()
 
         # The bus decodes whatever msgspec can, a union too; its signature names the usual case.
-        kinds: Any = SandboxRunning | SandboxEnded | LayerImportProgress
+        kinds: Any = (
+            SandboxRunning
+            | SandboxPaused
+            | SandboxResumed
+            | SandboxResized
+            | SandboxEnded
+            | LayerImportProgress
+        )
         # From the stream: a plain subscription misses what is published while it reconnects.
         await self.scheduler.consume(EVENTS.name, "test", kinds, on_event, max_in_flight=1)
         await self.scheduler.subscribe(subjects.HEARTBEATS, NodeHeartbeat, on_heartbeat)
         await self.scheduler.flush()
 
-    async def until(self, holds: Any, timeout_s: float = 5.0) -> None:
+    async def until(self, holds: Any, timeout_s: float = 20.0) -> None:
         """Return when ``holds()`` is true; looked at after each event and heartbeat."""
         async with asyncio.timeout(timeout_s):
             while not holds():
@@ -156,7 +178,7 @@ class NodeForTests:
             subjects.node_request(NODE, "place"),
             msgspec.structs.replace(place, **changes),
             SandboxCreated,
-            timeout_s=20.0,
+            timeout_s=self.patience_s,
             caller=caller,
         )
 
@@ -169,11 +191,13 @@ class NodeForTests:
         *,
         bus: Bus | None = None,
         project: str = "default",
-        timeout_s: float = 20.0,
+        timeout_s: float | None = None,
     ) -> R:
         """Ask as a project's user does."""
         subject = subjects.sandbox(project, ScopedId.parse(sandbox_id), verb)
-        return await (bus or self.project).request(subject, message, reply, timeout_s=timeout_s)
+        return await (bus or self.project).request(
+            subject, message, reply, timeout_s=timeout_s or self.patience_s
+        )
 
     async def exec(self, sandbox_id: str, *argv: str, **changes: Any) -> ExecResult:
         """Run a command as a project's user does."""

@@ -5,6 +5,7 @@ Node names carry this process's id, so several test runs on one machine do not m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,9 +13,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import pytest
 
 from dsec.client import DSecClient
 from dsec.connection import Context, read_context
@@ -33,6 +36,7 @@ class Stack:
         self.prefix = f"{name}{os.getpid()}"
         self.node_names = tuple(f"{self.prefix}-{number}" for number in range(1, nodes + 1))
         self.parts: list[dict[str, Any]] = []
+        self.more_environment: dict[str, str] = {}
         self.process: subprocess.Popen[str] | None = None
         self._said: IO[str] | None = None
 
@@ -66,7 +70,7 @@ class Stack:
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
-            env=_environment(),
+            env={**environment(), **self.more_environment},
         )
         event = self.next_event("running")
         self.parts = event["parts"]
@@ -149,7 +153,7 @@ class Stack:
             capture_output=True,
             text=True,
             timeout=120,
-            env=_environment(),
+            env=environment(),
         )
         if check:
             assert done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stderr}"
@@ -176,7 +180,7 @@ class Stack:
         return BASE
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return this environment without what would point a command at another platform."""
     return {key: value for key, value in os.environ.items() if not key.startswith("DSEC_")}
 
@@ -200,3 +204,26 @@ def _command_lines() -> list[str]:
                 continue
             found.append(f"{entry.name} {words.decode(errors='replace')}")
     return found
+
+
+@contextlib.contextmanager
+def running_stack(
+    directory: Path, *options: str, name: str = "t", nodes: int = 1
+) -> Iterator[Stack]:
+    """Yield a platform that runs; afterwards it has stopped in order and left nothing."""
+    if os.geteuid() != 0:
+        pytest.skip("sandboxes need root")
+    platform = Stack(directory, name=name, nodes=nodes)
+    try:
+        platform.start(*options)
+        yield platform
+    finally:
+        code = platform.stop()
+    assert code == 0, platform.said()
+    assert platform.leftovers() == []
+
+
+def pid_of(stack: Stack, part: str) -> int:
+    """Return the process that is the part now: it may have been started again."""
+    record = json.loads((stack.directory / "supervisor.json").read_text())
+    return next(int(found["process"]["pid"]) for found in record["parts"] if found["name"] == part)

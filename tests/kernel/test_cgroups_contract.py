@@ -15,11 +15,13 @@ from cgroup_processes import (
     ended,
     ending,
     enter,
+    make_cgroup,
     next_ooms,
     read_line,
     readable,
     start,
     start_exec,
+    v1_directories,
 )
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.cgroups import CgroupLimits, detect_layout, open_driver
@@ -96,7 +98,7 @@ def driver() -> Iterator[CgroupDriver]:
 
 @pytest.fixture
 async def cgroup(driver: CgroupDriver) -> Cgroup:
-    return driver.create("sandbox", LIMITS)
+    return make_cgroup(driver, "sandbox", LIMITS)
 
 
 async def end(cgroup: Cgroup) -> None:
@@ -146,19 +148,34 @@ async def test_a_quota_is_set_only_when_asked_for(driver: CgroupDriver) -> None:
     limits = CgroupLimits(
         memory_bytes=96 * MIB, cpus=0.5, pids=32, cpu_quota=True, end_all_on_oom=False
     )
-    cgroup = driver.create("capped", limits)
+    cgroup = make_cgroup(driver, "capped", limits)
     in_force = limits_in_force(cgroup)
     wanted = QUOTA_IN_FORCE[detect_layout().mode]
     assert {name: in_force[name] for name in wanted} == wanted
     assert cgroup.remove()
 
 
-async def test_a_process_enters_every_tree_by_the_descriptors(cgroup: Cgroup) -> None:
+async def test_best_effort_is_the_kernels_idle_class(driver: CgroupDriver) -> None:
+    layout = detect_layout()
+    limits = CgroupLimits(memory_bytes=96 * MIB, cpus=2, pids=32, best_effort=True)
+    cgroup = make_cgroup(driver, "idle", limits)
+    tree = layout.v1.get("cpu", layout.unified)
+    assert (tree / f"dsec-{NODE}" / "idle" / "cpu.idle").read_text().strip() == "1"
+    # It has the least weight, and asking for another is refused while it is idle.
+    weight = (
+        tree / f"dsec-{NODE}" / "idle" / ("cpu.weight" if layout.mode == "v2" else "cpu.shares")
+    )
+    with pytest.raises(OSError, match="Invalid argument"):
+        weight.write_text("1024")
+    assert cgroup.remove()
+
+
+async def test_a_process_enters_every_tree_by_itself(cgroup: Cgroup) -> None:
     process = start(cgroup, IDLE)
     with ending(process):
         assert read_line(process) == "ready"
         entered = memberships(process.pid)
-        wanted = 1 + len(cgroup.enter_fds)
+        wanted = 1 + len(v1_directories(cgroup))
         assert entered.count(f"/dsec-{NODE}/sandbox") == wanted
         assert cgroup.processes() == [process.pid]
         assert cgroup.populated()
@@ -166,10 +183,12 @@ async def test_a_process_enters_every_tree_by_the_descriptors(cgroup: Cgroup) ->
 
 
 async def test_a_process_starts_directly_in_the_sandbox(cgroup: Cgroup) -> None:
-    child = clone_into(cgroup.unified_directory_fd)
+    directory = os.open(cgroup.directory, os.O_RDONLY | os.O_DIRECTORY)
+    child = clone_into(directory)
     if child == 0:
         signal.pause()
         os._exit(0)
+    os.close(directory)
     assert cgroup.processes() == [child]
     cgroup.kill()
     assert exit_code_of(child) == -signal.SIGKILL
@@ -196,7 +215,7 @@ async def test_memory_that_runs_out_ends_the_whole_sandbox_and_is_told(
 
 async def test_memory_that_runs_out_ends_one_process_when_so_asked(driver: CgroupDriver) -> None:
     limits = CgroupLimits(memory_bytes=96 * MIB, cpus=1, pids=32, end_all_on_oom=False)
-    cgroup = driver.create("lenient", limits)
+    cgroup = make_cgroup(driver, "lenient", limits)
     bomb, bystander = start(cgroup, MEMORY_BOMB), start(cgroup, IDLE)
     with ending(bomb, bystander):
         assert read_line(bystander) == "ready"
@@ -210,7 +229,7 @@ async def test_memory_that_runs_out_ends_one_process_when_so_asked(driver: Cgrou
 
 
 async def test_an_adopted_sandbox_can_be_watched_again(driver: CgroupDriver) -> None:
-    cgroup = driver.create("older", LIMITS)
+    cgroup = make_cgroup(driver, "older", LIMITS)
     bomb = start(cgroup, MEMORY_BOMB)
     with ending(bomb):
         later = open_driver(detect_layout(), NODE)
@@ -227,7 +246,7 @@ async def test_an_adopted_sandbox_can_be_watched_again(driver: CgroupDriver) -> 
 
 
 async def test_the_pids_limit_stops_a_fork_bomb(driver: CgroupDriver) -> None:
-    cgroup = driver.create("forks", CgroupLimits(memory_bytes=96 * MIB, cpus=1, pids=4))
+    cgroup = make_cgroup(driver, "forks", CgroupLimits(memory_bytes=96 * MIB, cpus=1, pids=4))
     script = (
         "import os, signal\nmade = 0\ntry:\n  while True:\n    if os.fork() == 0: signal.pause()\n"
         "    made += 1\nexcept BlockingIOError: print(made)\nsignal.pause()"
@@ -325,7 +344,7 @@ async def test_only_a_delegated_user_starts_commands(cgroup: Cgroup, *, delegate
 
 async def test_a_delegated_user_cannot_raise_a_limit(cgroup: Cgroup) -> None:
     cgroup.delegate_exec(BASE_UID)
-    directory = os.open(f"/proc/self/fd/{cgroup.unified_directory_fd}", os.O_RDONLY)
+    directory = os.open(cgroup.directory, os.O_RDONLY)
     child = os.fork()
     if child == 0:
         os.setresuid(BASE_UID, BASE_UID, BASE_UID)
@@ -386,10 +405,9 @@ async def test_removal_waits_for_the_last_process(cgroup: Cgroup) -> None:
 
 async def test_a_new_driver_finds_and_ends_what_a_crash_left(driver: CgroupDriver) -> None:
     crashed = open_driver(detect_layout(), NODE)
-    cgroup = crashed.create("orphan", LIMITS)
+    cgroup = make_cgroup(crashed, "orphan", LIMITS)
     process = start(cgroup, IDLE)
-    cgroup.close_descriptors()
-    crashed.create("empty", LIMITS).close_descriptors()
+    make_cgroup(crashed, "empty", LIMITS)
     with ending(process):
         assert driver.leftovers() == ["empty", "orphan"]
         orphan = driver.adopt("orphan")
@@ -403,52 +421,30 @@ async def test_a_new_driver_finds_and_ends_what_a_crash_left(driver: CgroupDrive
     crashed.close()
 
 
-async def test_a_sandbox_that_exists_is_a_conflict_and_is_left_alone(
-    driver: CgroupDriver, cgroup: Cgroup
-) -> None:
-    process = start(cgroup, IDLE)
-    with ending(process):
-        with pytest.raises(DsecError) as caught:
-            driver.create("sandbox", LIMITS)
-        assert caught.value.code is ErrorCode.CONFLICT
-        assert cgroup.processes() == [process.pid]
-        assert driver.leftovers() == ["sandbox"]
-        await end(cgroup)
-
-
-def test_a_failed_creation_leaves_nothing(driver: CgroupDriver) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Each pass fails one descriptor later, until the creation has enough.
-    failures = 0
-    for spare in range(12):
-        limit = lowest_free_descriptor() + spare
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        try:
-            assert driver.create("short", LIMITS).remove()
-            break
-        except DsecError as error:
-            failures += 1
-            assert error.code is ErrorCode.EXHAUSTED  # noqa: PT017  the success ends the loop
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert driver.leftovers() == []
-    assert failures >= 1
-
-
 def test_a_living_sandbox_holds_at_most_one_descriptor(driver: CgroupDriver) -> None:
     before = open_descriptors()
-    cgroups = [driver.create(f"s{number}", LIMITS) for number in range(50)]
-    for cgroup in cgroups:
-        cgroup.close_descriptors()
+    cgroups = [make_cgroup(driver, f"s{number}", LIMITS) for number in range(50)]
     assert open_descriptors() - before <= 50
     assert all(cgroup.remove() for cgroup in cgroups)
 
 
+def test_parents_that_cannot_all_be_opened_leave_none_open(driver: CgroupDriver) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_descriptors()
+    for spare in range(len(driver.parents())):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_descriptor() + spare, limits[1]))
+        try:
+            with pytest.raises(DsecError) as caught:
+                driver.parent_fds()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert caught.value.code is ErrorCode.EXHAUSTED, spare
+        assert open_descriptors() == before
+    assert len(driver.parent_fds()) == len(driver.parents())
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "a b", "a.b", "-a", "*", "x" * 65])
 def test_a_name_that_could_leave_its_directory_is_invalid(driver: CgroupDriver, name: str) -> None:
-    with pytest.raises(DsecError) as caught:
-        driver.create(name, LIMITS)
-    assert caught.value.code is ErrorCode.INVALID
     with pytest.raises(DsecError) as caught:
         driver.adopt(name)
     assert caught.value.code is ErrorCode.INVALID
@@ -463,7 +459,7 @@ def test_a_name_that_could_leave_its_directory_is_invalid(driver: CgroupDriver, 
 def _start_as_base_user(cgroup: Cgroup, directory_fd: int) -> int:
     """Start an empty command as PID 1 would; return 0, or the errno that refused it."""
     try:
-        enter(cgroup, cgroup.unified_directory_fd)
+        enter(cgroup, Path(cgroup.directory))
         os.setresuid(BASE_UID, BASE_UID, BASE_UID)
         child = clone_into(directory_fd)
         if child == 0:

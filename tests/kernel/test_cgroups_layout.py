@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_sandboxd.kernel import cgroups_v2
+from dsec_sandboxd.kernel import cgroups_v1, cgroups_v2, protocol
 from dsec_sandboxd.kernel.cgroups import CgroupLimits, detect_layout, open_driver
+from dsec_sandboxd.kernel.cgroups_layout import MAXIMUM_MEMORY_BYTES, MAXIMUM_PIDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,14 +26,6 @@ V1_FILES = {
     "cpu": ["cpu.shares"],
     "pids": ["tasks"],
 }
-V2_FILES = [
-    "memory.max",
-    "memory.swap.max",
-    "memory.oom.group",
-    "cpu.weight",
-    "cpu.max",
-    "pids.max",
-]
 
 
 def hybrid_host(root: Path, *, without: tuple[str, ...] = ()) -> Path:
@@ -140,46 +133,56 @@ def test_more_processors_than_the_kernel_can_weigh_get_its_most() -> None:
     assert (limits.cpu_shares, limits.cpu_weight) == (262_144, 10_000)
 
 
-def v2_directory(path: Path, *, without: str = "") -> str:
-    for name in V2_FILES:
-        if name != without:
-            (path / name).touch()
-    return str(path)
-
-
-def test_v2_limits_are_written_without_swap_and_with_group_kill(tmp_path: Path) -> None:
-    """Plain files: the names and texts are shown, not that a kernel enforces them."""
+def test_v2_limits_are_written_without_swap_and_with_group_kill() -> None:
     limits = CgroupLimits(memory_bytes=64 << 20, cpus=2, pids=16)
-    cgroups_v2.write_limits(v2_directory(tmp_path), limits)
-    written = {name: (tmp_path / name).read_text() for name in V2_FILES}
-    assert written == {
-        "memory.max": "67108864",
-        "memory.swap.max": "0",
-        "memory.oom.group": "1",
-        "cpu.weight": "200",
-        "cpu.max": "",
-        "pids.max": "16",
-    }
+    assert cgroups_v2.limit_texts(limits) == [
+        (0, "memory.max", b"67108864"),
+        (0, "memory.swap.max", b"0"),
+        (0, "memory.oom.group", b"1"),
+        (0, "cpu.weight", b"200"),
+        (0, "pids.max", b"16"),
+    ]
 
 
-def test_v2_quota_and_single_kill_are_written_only_when_asked_for(tmp_path: Path) -> None:
-    """Plain files: the names and texts are shown, not that a kernel enforces them."""
+def test_v2_quota_and_single_kill_are_written_only_when_asked_for() -> None:
     limits = CgroupLimits(
         memory_bytes=64 << 20, cpus=0.5, pids=16, cpu_quota=True, end_all_on_oom=False
     )
-    cgroups_v2.write_limits(v2_directory(tmp_path), limits)
-    assert (tmp_path / "cpu.max").read_text() == "50000 100000"
-    assert (tmp_path / "memory.oom.group").read_text() == ""
+    written = {file: text for _, file, text in cgroups_v2.limit_texts(limits)}
+    assert written["cpu.max"] == b"50000 100000"
+    assert "memory.oom.group" not in written
 
 
-@pytest.mark.parametrize("name", V2_FILES)
-def test_a_v2_limit_without_its_file_is_unsupported_and_never_skipped(
-    tmp_path: Path, name: str
-) -> None:
+def test_v1_limits_count_swap_and_sockets_and_are_written_in_the_order_that_the_kernel_takes() -> (
+    None
+):
     limits = CgroupLimits(memory_bytes=64 << 20, cpus=1, pids=16, cpu_quota=True)
-    with pytest.raises(DsecError, match=name) as caught:
-        cgroups_v2.write_limits(v2_directory(tmp_path, without=name), limits)
-    assert caught.value.code is ErrorCode.UNSUPPORTED
+    assert cgroups_v1.limit_texts(limits) == [
+        (1, "memory.limit_in_bytes", b"67108864"),
+        (1, "memory.memsw.limit_in_bytes", b"67108864"),
+        (1, "memory.kmem.tcp.limit_in_bytes", b"8388608"),
+        (2, "cpu.cfs_period_us", b"100000"),
+        (2, "cpu.cfs_quota_us", b"100000"),
+        (3, "pids.max", b"16"),
+    ]
+
+
+@pytest.mark.parametrize("backend", [cgroups_v1, cgroups_v2])
+def test_best_effort_is_idle_in_either_tree_and_has_no_share(backend: Any) -> None:
+    limits = CgroupLimits(memory_bytes=64 << 20, cpus=2, pids=16, best_effort=True)
+    written = {file: text for _, file, text in backend.limit_texts(limits)}
+    assert written["cpu.idle"] == b"1"
+    assert not {"cpu.weight", "cpu.shares"} & set(written)
+
+
+@pytest.mark.parametrize("backend", [cgroups_v1, cgroups_v2])
+def test_the_largest_limits_fit_into_a_request_to_the_spawner(backend: Any) -> None:
+    limits = CgroupLimits(
+        memory_bytes=MAXIMUM_MEMORY_BYTES, cpus=1023.5, pids=MAXIMUM_PIDS, cpu_quota=True
+    )
+    texts = backend.limit_texts(limits)
+    size = sum(len(file) + len(text) + 3 for _, file, text in texts)
+    assert size <= protocol.LIMIT_TEXTS_BYTES
 
 
 def test_v2_out_of_memory_notices_name_the_sandboxes_whose_count_rose(tmp_path: Path) -> None:

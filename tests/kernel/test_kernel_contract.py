@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_sandboxd.kernel.file_ports import FileKind
 from dsec_sandboxd.kernel.interface import (
     CommandResult,
     CommandSpec,
     EndCause,
-    FileKind,
     Kernel,
     OpenMode,
     SandboxSpec,
@@ -142,3 +143,21 @@ async def test_the_recording_kernel_does_as_told(layers: Layers) -> None:
     assert kernel.alive == []
     assert kernel.names()[-3:] == ["create", "exec", "exec"]
     await kernel.close()
+
+
+async def test_copies_of_writable_layers(kernel: Kernel) -> None:
+    await kernel.create(SPEC)
+    copy = await kernel.snapshot("a", size_bytes=MIB, inodes=100)
+    assert copy.inodes > 0
+    await kernel.hold_mount("copy", copy.mount_fd)
+    await kernel.hold_mount("copy", copy.mount_fd)
+    os.close(copy.mount_fd)
+    child = replace(SPEC, local="b", layers=("base", "copy"), on_snapshot=True)
+    await kernel.create(child)
+    assert (await kernel.exec("b", ECHO)).exit_code == 0
+    folded = await kernel.fold(("copy",), size_bytes=MIB, inodes=100)
+    os.close(folded.mount_fd)
+    await kernel.release_layer("copy")
+    assert await code_of(kernel.create(replace(child, local="c"))) is ErrorCode.LAYER_ERROR
+    missing = kernel.snapshot("nobody", size_bytes=MIB, inodes=100)
+    assert await code_of(missing) is ErrorCode.NOT_FOUND

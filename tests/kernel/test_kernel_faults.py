@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import errno
 import os
 import resource
@@ -16,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_sandboxd.kernel import spawner as spawner_module
+from dsec_sandboxd.kernel.cgroups import LimitText
 from dsec_sandboxd.kernel.interface import EndCause, SandboxEnded
 from dsec_sandboxd.kernel.linux import PROGRAMS, LinuxKernel
 from dsec_sandboxd.kernel.protocol import CREATE_HAS_RUN_MOUNT, SpawnerKind, SpawnerRequest
@@ -32,6 +36,7 @@ from kernel_world import (
 )
 
 BASE_ID = 0x7000_0000
+RAW = UNIFIED / f"dsec-{NODE}-raw"
 
 
 @pytest.fixture
@@ -49,15 +54,20 @@ async def spawner(layers: Layers) -> AsyncIterator[Spawner]:
 
 @pytest.fixture
 def group() -> Iterator[int]:
-    """A v2 directory to be cloned into; whatever is left in it is killed."""
-    path = UNIFIED / f"dsec-{NODE}-raw"
+    """A node's v2 directory; whatever is left in it is killed."""
+    path = RAW
     path.mkdir()
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     yield descriptor
     os.close(descriptor)
     (path / "cgroup.kill").write_text("1")
     subprocess.run(
-        ["sh", "-c", 'while ! rmdir "$0" 2>/dev/null; do sleep 0.01; done', path],
+        [
+            "sh",
+            "-c",
+            'while ! rmdir "$0" 2>/dev/null; do rmdir "$0"/*/ 2>/dev/null; sleep 0.01; done',
+            path,
+        ],
         check=True,
         timeout=10,
     )
@@ -72,6 +82,7 @@ def create_request(**changes: object) -> SpawnerRequest:
         "disk_bytes": 4 * MIB,
         "inodes": 100,
         "hostname": "raw",
+        "cgroup": "sandbox",
     }
     return SpawnerRequest(**(values | changes))  # type: ignore[arg-type]  # a test's shorthand
 
@@ -105,29 +116,40 @@ async def held(spawner: Spawner) -> int:
         ({"controllers": 2}, "protocol", errno.EINVAL),
         ({"flags": CREATE_HAS_RUN_MOUNT}, "protocol", errno.EINVAL),
         ({"disk_bytes": 0}, "protocol", errno.EINVAL),
+        ({"cgroup": ""}, "protocol", errno.EINVAL),
+        ({"cgroup": ".."}, "protocol", errno.EINVAL),
+        ({"cgroup": "a/b"}, "protocol", errno.EINVAL),
+        ({"cgroup": "x" * 80}, "protocol", errno.EINVAL),
+        ({"limit_texts": [LimitText(1, "pids.max", b"1")]}, "protocol", errno.EINVAL),
+        ({"limit_texts": [LimitText(200, "pids.max", b"1")]}, "protocol", errno.EINVAL),
+        ({"limit_texts": [LimitText(0, "../cgroup.freeze", b"1")]}, "protocol", errno.EINVAL),
+        ({"limit_texts": [LimitText(0, "x" * 2000, b"1")]}, "protocol", errno.EINVAL),
+        ({"limit_texts": [LimitText(0, "no.such", b"1")]}, "cgroup_limit", errno.ENOENT),
+        ({"limit_texts": [LimitText(0, "cgroup.freeze", b"?")]}, "cgroup_limit", errno.EINVAL),
     ],
 )
 async def test_a_wrong_request_names_what_is_wrong_and_leaves_nothing(
     spawner: Spawner, group: int, changes: dict[str, object], step: str, error: int
 ) -> None:
+    await spawner.request(SpawnerRequest(kind=SpawnerKind.WARM, slot=0, base_id=BASE_ID))
     before = await held(spawner)
     with pytest.raises(DsecError) as caught:
         await spawner.request(create_request(**changes), [group])
     assert caught.value.details["operation"] == step
     assert caught.value.details["errno"] == errno.errorcode[error]
     assert await held(spawner) == before
-    assert (UNIFIED / f"dsec-{NODE}-raw/cgroup.procs").read_text() == ""
+    assert [path for path in RAW.iterdir() if path.is_dir()] == []
 
 
 async def test_a_failed_step_of_the_spawner_kills_the_child_and_closes_everything(
-    spawner: Spawner, group: int
+    spawner: Spawner, group: int, tmp_path: Path
 ) -> None:
     await spawner.request(SpawnerRequest(kind=SpawnerKind.WARM, slot=0, base_id=BASE_ID))
     before = await held(spawner)
-    somewhere = os.open("/", os.O_RDONLY)
+    somewhere = os.open(tmp_path, os.O_RDONLY)
     cases = [
         ("clone", create_request(), [somewhere]),
-        ("cgroup_enter", create_request(controllers=1), [group, somewhere]),
+        ("cgroup_make", create_request(controllers=1), [group, somewhere]),
         ("overlay", create_request(layers=[0] * 16), [group]),
     ]
     try:
@@ -139,12 +161,66 @@ async def test_a_failed_step_of_the_spawner_kills_the_child_and_closes_everythin
                     os.close(descriptor)
                 await spawner.request(SpawnerRequest(kind=SpawnerKind.RELEASE, slot=0))
                 continue
+            again = dataclasses.replace(request, cgroup="again")  # the first may not be dead yet
             with pytest.raises(DsecError) as caught:
-                await spawner.request(request, descriptors)
+                await spawner.request(again, descriptors)
             assert caught.value.details["operation"] == step
             assert await held(spawner) == before, step
+            assert os.listdir(somewhere) == []  # noqa: PTH208  a descriptor
     finally:
         os.close(somewhere)
+
+
+async def test_a_name_that_a_cgroup_has_is_a_conflict_and_that_one_stays(world: World) -> None:
+    driver = world.kernel._require_driver()
+    for parent in driver.parents():
+        other = Path(parent) / "a"
+        other.mkdir()
+        error = await failure_of(world.create("a"))
+        assert error is not None
+        assert error.code is ErrorCode.CONFLICT
+        assert [path for path in driver.parents() if (Path(path) / "a").exists()] == [parent]
+        other.rmdir()
+    await world.create("a")
+    assert await world.say("echo fine") == "fine"
+
+
+async def test_a_limit_that_the_kernel_has_no_file_for_is_unsupported_and_leaves_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = world.kernel._require_driver()
+    limit_texts = driver.limit_texts
+    for tree in range(len(driver.parents())):
+        monkeypatch.setattr(
+            driver,
+            "limit_texts",
+            lambda limits, tree=tree: [*limit_texts(limits), LimitText(tree, "no.such", b"1")],
+        )
+        error = await failure_of(world.create())
+        assert error is not None
+        assert error.code is ErrorCode.UNSUPPORTED
+        assert "no.such" in error.message
+        assert cgroups_left() == []
+
+
+async def test_a_spawner_out_of_descriptors_refuses_and_leaves_nothing(world: World) -> None:
+    spawner = await world.kernel._living_spawner()
+    limits = resource.prlimit(spawner.pid, resource.RLIMIT_NOFILE)
+    refused = 0
+    for most in range(8, 40, 2):
+        resource.prlimit(spawner.pid, resource.RLIMIT_NOFILE, (most, limits[1]))
+        try:
+            error = await failure_of(world.create())
+        finally:
+            resource.prlimit(spawner.pid, resource.RLIMIT_NOFILE, limits)
+        if error is not None:
+            refused += 1
+            assert error.code is ErrorCode.EXHAUSTED, (most, error)
+        await world.kernel.destroy("a")
+        assert cgroups_left() == [], most
+    assert refused
+    await world.create()
+    assert await world.say("echo fine") == "fine"
 
 
 async def test_a_step_of_the_child_that_fails_is_named_on_the_control_socket(
@@ -199,16 +275,25 @@ async def test_missing_programs_say_what_to_do(tmp_path: Path) -> None:
 
 async def test_a_daemon_out_of_descriptors_refuses_and_recovers(world: World) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(int(name) for name in descriptors_of())
-    for spare in range(2, 9):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
-        try:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, descriptors_of())) + 24, hard))
+    taken: list[int] = []
+    refused = 0
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        for spare in range(20):
             error = await failure_of(world.create())
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert error is None or error.code is ErrorCode.EXHAUSTED, (spare, error)
-        await world.kernel.destroy("a")
-        assert cgroups_left() == []
+            assert error is None or error.code is ErrorCode.EXHAUSTED, (spare, error)
+            refused += error is not None
+            os.close(taken.pop())
+            await world.kernel.destroy("a")
+            assert cgroups_left() == [], (spare, error)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert 0 < refused < 20
     await world.create()
     assert await world.say("echo fine") == "fine"
 
@@ -240,6 +325,97 @@ async def test_a_spawner_killed_while_it_creates_leaves_nothing(world: World) ->
             assert error.code in {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL}
             assert cgroups_left() == []
         await world.kernel.destroy("a")
+
+
+async def test_nobody_asks_a_new_spawner_for_what_it_has_not_been_given_yet(world: World) -> None:
+    for name in ("a", "b", "c"):
+        await world.create(name)
+
+    async def copy(name: str) -> None:
+        copied = await world.kernel.snapshot(name, size_bytes=8 << 20, inodes=1000)
+        os.close(copied.mount_fd)
+
+    for _ in range(3):
+        spawner = await world.kernel._living_spawner()
+        os.kill(spawner.pid, signal.SIGKILL)
+        while spawner.alive:
+            await asyncio.sleep(0)
+        # The first of these starts another; the others come while it is given layers and sandboxes.
+        await asyncio.gather(*(copy(name) for name in ("c", "b", "a")), world.create("d"))
+        assert await world.say("cat /work/code.txt", local="d") == "from the workspace"
+        await world.kernel.destroy("d")
+
+
+async def test_layers_are_still_held_when_a_new_spawner_dies_before_it_has_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.create("a")
+    held = world.kernel._layers.digests()
+    spawner = await world.kernel._living_spawner()
+    started = spawner_module.Spawner.start
+
+    async def start_and_kill(*programs: Path) -> spawner_module.Spawner:
+        monkeypatch.undo()
+        next_one = await started(*programs)
+        os.kill(next_one.pid, signal.SIGKILL)
+        return next_one
+
+    monkeypatch.setattr(spawner_module.Spawner, "start", start_and_kill)
+    os.kill(spawner.pid, signal.SIGKILL)
+    while spawner.alive:
+        await asyncio.sleep(0)
+    with pytest.raises(DsecError) as caught:
+        await world.kernel._living_spawner()
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    assert world.kernel._layers.digests() == held
+    await world.create("b")
+    assert await world.say("cat /work/code.txt", local="b") == "from the workspace"
+
+
+async def test_a_spawner_that_hangs_is_replaced_and_what_waited_is_told_in_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.create("a")
+    spawner = await world.kernel._living_spawner()
+    os.kill(spawner.pid, signal.SIGKILL)  # the next one knows the short patience only
+    monkeypatch.setattr(spawner_module, "STUCK_AFTER_S", 0.3)
+    while (replaced := await world.kernel._living_spawner()) is spawner:
+        await asyncio.sleep(0.001)
+    await world.say("true", local="a")
+    os.kill(replaced.pid, signal.SIGSTOP)
+    began = asyncio.get_running_loop().time()
+    errors = await asyncio.gather(*(failure_of(world.create(name)) for name in ("b", "c")))
+    assert asyncio.get_running_loop().time() - began < 5
+    assert all(error is not None and error.code is ErrorCode.TIMEOUT for error in errors), errors
+    assert all(error is not None and error.retryable for error in errors)
+    assert [Path(path).name for path in cgroups_left()].count("a") == len(cgroups_left())
+    monkeypatch.undo()
+    await world.create("b")
+    assert await world.say("echo again", local="b") == "again"
+    assert await world.say("echo still", local="a") == "still"
+
+
+async def test_a_layer_that_is_deleted_while_in_use_costs_no_living_sandbox(world: World) -> None:
+    image = world.directory / "gone.erofs"
+    shutil.copy(world.layers.base, image)
+    await world.kernel.hold_layer("gone", image)
+    await world.create("a", layers=("gone", "workspace"))
+    image.unlink()
+    assert await world.say("cat /work/code.txt", local="a") == "from the workspace"
+    await world.create("b", layers=("gone",))
+    assert await world.say("echo /bin/sh", local="b") == "/bin/sh"
+    spawner = await world.kernel._living_spawner()
+    os.kill(spawner.pid, signal.SIGKILL)
+    while await world.kernel._living_spawner() is spawner:
+        await asyncio.sleep(0.001)
+    error = await failure_of(world.create("c", layers=("gone",)))
+    assert error is not None
+    assert error.code is ErrorCode.LAYER_ERROR
+    assert await world.say("cat /work/code.txt", local="a") == "from the workspace"
+    shutil.copy(world.layers.base, image)
+    await world.kernel.hold_layer("gone", image)
+    await world.create("c", layers=("gone",))
+    assert await world.say("echo back", local="c") == "back"
 
 
 async def test_a_killed_init_is_reported_with_its_cause_and_cleared_away(world: World) -> None:

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_sandboxd.kernel.interface import FileKind, OpenMode
+from dsec_sandboxd.kernel.file_ports import FileKind
+from dsec_sandboxd.kernel.interface import OpenMode
 from kernel_world import World
 
 

@@ -1,4 +1,10 @@
-"""The cgroup contract where version 2 is all there is: on a stock kernel in an emulated machine."""
+"""The cgroup contract where version 2 is all there is: on a stock kernel in an emulated machine.
+
+Whole sandboxes cannot be made there: overlays from descriptors need Linux 6.13, and the newest
+kernel that Debian 12 has for such a machine is 6.12. So what a sandbox needs of its cgroups
+(limits, ends for want of memory, freezing and reclaiming, being found again) is tried on the
+drivers alone.
+"""
 
 from __future__ import annotations
 

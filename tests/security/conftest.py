@@ -32,8 +32,11 @@ async def arena(images: tuple[Layers, Path], tmp_path: Path) -> AsyncIterator[At
             await kernel.hold_layer(digest, image)
         arena = AttackWorld(kernel, layers, tmp_path)
         await arena.begin()
-        yield arena
-        await arena.check_unharmed()
+        try:
+            yield arena
+            await arena.check_unharmed()
+        finally:
+            await arena.end()
     finally:
         await kernel.close()
     assert cgroups_left() == []

@@ -14,7 +14,8 @@ import pytest
 
 from attack_world import CALL, AttackWorld
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_sandboxd.kernel.interface import FileKind
+from dsec_sandboxd.kernel.file_ports import FileKind
+from dsec_sandboxd.run_directory import RunDirectory
 from kernel_world import make_image
 
 UP = "/".join([".."] * 16)
@@ -90,6 +91,32 @@ async def test_a_path_swapped_under_a_transfer_never_leads_out(arena: AttackWorl
     await asyncio.wait([swapping])
 
 
+# Without Landlock the one for whiteouts (0, 0) needs no right at all in shared memory, and the
+# others fail only for want of a capability, with EPERM.
+NODES = """
+import stat
+places = ('/tmp', '/dev/shm', '/work', '/etc', '/')
+for place in places:
+    for kind, device in ((stat.S_IFCHR, (0, 0)), (stat.S_IFCHR, (1, 1)), (stat.S_IFCHR, (1, 3)),
+                         (stat.S_IFBLK, (0, 0)), (stat.S_IFBLK, (8, 0))):
+        attempt('node', lambda: os.mknod(f'{place}/node', kind | 0o666, os.makedev(*device)))
+    directory = os.open(place, os.O_RDONLY)
+    print('node', call(259, directory, b'node', 0o020666, 0))
+print('left', [place for place in places if os.path.lexists(f'{place}/node')])
+for place in places: os.mkfifo(f'{place}/node'); os.unlink(f'{place}/node')
+"""
+
+
+@pytest.mark.parametrize("user", ["0", "1000"])
+async def test_no_device_node_is_made_even_where_no_right_is_needed(
+    arena: AttackWorld, user: str
+) -> None:
+    await arena.say("chmod 777 /tmp /dev/shm /work /etc /")
+    *nodes, left = (await arena.python(CALL + NODES, user=user)).splitlines()
+    assert nodes == ["node EACCES"] * 30
+    assert left == "left []"
+
+
 async def test_the_kernels_other_doors_are_closed(arena: AttackWorld) -> None:
     said = await arena.say("/attack/entries")
     assert said.split() in (["x32", "0", "i386", "0"], ["x32", "0"])
@@ -127,7 +154,6 @@ attempt('nice', lambda: os.setpriority(os.PRIO_PROCESS, 0, -10))
 attempt('real-time', lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50)))
 attempt('core-pattern', lambda: os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY))
 file = os.open('/work/code.txt', os.O_RDWR)
-attempt('swap-extents', lambda: fcntl.ioctl(file, 0xc0c0586d, bytes(192)))
 attempt('immutable', lambda: fcntl.ioctl(file, 0x40086602, struct.pack('l', 16)))
 master, slave = os.openpty()
 attempt('key-strokes', lambda: fcntl.ioctl(slave, 0x5412, b'x'))
@@ -140,8 +166,46 @@ print('adjust-time', call(159, struct.pack('l', 1).ljust(208, b'\\1')))
 """
     )
     lines = said.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 12
     assert not [line for line in lines if "done" in line], said
+
+
+FILE_SYSTEMS = """
+import fcntl
+kinds = set()
+for line in open('/proc/self/mountinfo'):
+    where, kind = line.split()[4], line.split(' - ')[1].split()[0]
+    kinds.add(kind)
+    paths = [where] if not os.path.isdir(where) else [
+        os.path.join(where, name) for name in os.listdir(where)[:50]]
+    for path in filter(os.path.isfile, paths):
+        try: file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError: continue
+        # XFS: swap extents, by handle; ext4: move extents; all: clone from another file.
+        for number in (0xc0c0586d, 0xc0385869, 0xc028660f, 0x40049409, 0x4020940d):
+            attempt('call', lambda: fcntl.ioctl(file, number, bytes(192)))
+        os.close(file)
+print(*sorted(kinds))
+"""
+
+
+async def test_no_file_inside_is_on_a_file_system_of_the_hosts_disks(arena: AttackWorld) -> None:
+    # What swaps the contents of two files needs one that stores them on a disk: neither the layers
+    # nor what is in memory knows such calls, and there is nothing else, the agent's directory
+    # included.
+    directories = RunDirectory(arena.directory / "run")
+    directories.open()
+    try:
+        await arena.create("r", run_directory=directories.make("r"))
+        said = await arena.python(CALL + FILE_SYSTEMS, local="r")
+        await arena.kernel.destroy("r")
+    finally:
+        directories.remove("r")
+        directories.close()
+    *calls, kinds = said.splitlines()
+    assert kinds == "devpts overlay proc tmpfs"
+    assert calls
+    assert not [line for line in calls if "done" in line], said
 
 
 async def test_a_new_root_directory_is_still_inside(arena: AttackWorld) -> None:
@@ -170,13 +234,17 @@ async def test_hostile_layers_give_no_device_no_privilege_and_no_redirection(
     ):
         os.mknod(tree / "hostile" / name, kind | 0o666, os.makedev(*device))
     program = tree / "hostile/whoami"
-    shutil.copy("/usr/bin/id", program)
+    shutil.copy(arena.attack_programs / "whoami", program)
     program.chmod(0o6755)
+    # Were its attributes believed, it would show a file of a lower layer that is root's alone.
+    decoy = tree / "hostile/decoy"
+    decoy.write_text("a decoy.")
+    decoy.chmod(0o644)
     moved = tree / "moved"
     moved.mkdir()
     os.setxattr(moved, "trusted.overlay.redirect", b"/root")
-    os.setxattr(program, "trusted.overlay.metacopy", b"")
-    os.setxattr(program, "trusted.overlay.redirect", b"/root/secret")
+    os.setxattr(decoy, "trusted.overlay.metacopy", b"")
+    os.setxattr(decoy, "trusted.overlay.redirect", b"/root/secret")
     await arena.kernel.hold_layer("hostile", make_image(tree, arena.directory / "hostile.erofs"))
     layers = ("base", "workspace", "toolkit", "attackers", "hostile")
     await arena.create("h", layers=layers)
@@ -185,6 +253,10 @@ async def test_hostile_layers_give_no_device_no_privilege_and_no_redirection(
         with pytest.raises(DsecError) as caught:
             await arena.read("h", f"/hostile/{name}")
         assert caught.value.code in {ErrorCode.DENIED, ErrorCode.INVALID}
+    assert await arena.say("stat -c %a /hostile/whoami", local="h") == "6755"
+    assert await arena.say("/hostile/whoami", local="h", user="dev") == "1000 1000"
+    shown = await arena.shell("cat /hostile/decoy", local="h", user="dev")
+    assert (shown.stdout, shown.exit_code) == (b"", 1), "the kernel refuses what it may not believe"
     await arena.say("cp /attack/whoami /tmp/whoami && chmod 6755 /tmp/whoami", local="h")
     assert await arena.say("/tmp/whoami", local="h", user="dev") == "1000 1000"
     assert (await arena.shell("cat /moved/secret", local="h")).exit_code != 0
@@ -200,7 +272,8 @@ def _kinds_of_descriptors(pid: int) -> list[str]:
 async def test_init_holds_its_socket_and_signals_and_nothing_of_the_host(
     arena: AttackWorld,
 ) -> None:
-    expected = ["/dev/null"] * 3 + ["anon_inode:[signalfd]", "socket:[N]", "socket:[N]"]
+    # The first is the sandbox's own writable layer, kept there for a later daemon.
+    expected = ["/", *["/dev/null"] * 3, "anon_inode:[signalfd]", "socket:[N]", "socket:[N]"]
     assert _kinds_of_descriptors(arena.init_pid()) == expected
     for _ in range(3):
         await arena.say("true")

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks import __main__ as harness
+from benchmarks import _specification as specification
 from benchmarks.report import Options, Reach, Report, median, percentile, to_json
 from dsec_common.errors import unavailable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.__main__ import Run
 
 FAST = Report("fast", {"create_p50_ms": 1.5}, {"to_bare": 3.0}, (Reach.at_most("p50", 1.5, 2.0),))
@@ -61,6 +64,12 @@ def test_a_report_is_one_line_of_json_with_every_part() -> None:
     assert document["machine"]["memory_bytes"] > 1 << 20
 
 
+def test_what_cannot_be_measured_here_says_why_and_misses_nothing() -> None:
+    report = Report("docker", {}, skipped="no dockerd: apt-get install docker.io")
+    assert report.met
+    assert json.loads(to_json(report))["skipped"] == "no dockerd: apt-get install docker.io"
+
+
 def test_json_prints_one_object_per_name_and_nothing_else(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -87,6 +96,22 @@ def test_a_benchmark_that_cannot_run_says_why_and_is_not_taken_for_a_miss(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "bare was not measured: unavailable: no compiler is installed" in captured.err
+
+
+def test_one_that_fails_keeps_no_other_from_being_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def fail(options: Options) -> Report:
+        raise AssertionError(f"wrong in {options.rounds} rounds")
+
+    fast = measuring(FAST)
+    chosen = {"bare": refuse, "broken": fail, "fast": fast}
+    assert harness.measure(chosen, Options(rounds=2), as_json=True) == harness.NOT_MEASURED
+    captured = capsys.readouterr()
+    assert [json.loads(line)["name"] for line in captured.out.splitlines()] == ["fast"]
+    assert "AssertionError: wrong in 2 rounds" in captured.err
+    chosen |= {"slow": measuring(SLOW)}
+    assert harness.measure(chosen, Options(rounds=2), as_json=True) == harness.NOT_MET
 
 
 @pytest.mark.parametrize("arguments", [["no-such"], [], ["cgroup", "--rounds", "0"]])
@@ -117,3 +142,30 @@ def test_percentiles_are_values_that_were_measured() -> None:
             percentile(values, part)
     with pytest.raises(ValueError, match="no percentile"):
         median([])
+
+
+def test_the_table_of_the_specification_tells_every_target_and_the_machine(tmp_path: Path) -> None:
+    page, results = tmp_path / "page.md", tmp_path / "measured.jsonl"
+    page.write_text(f"before\n{specification.BEGIN}\nold\n{specification.END}\nafter\n")
+    skipped = Report("docker", {}, skipped="no dockerd")
+    old = Report("fast", {"create_p50_ms": 9.0})
+    results.write_text("\n".join(map(to_json, (old, FAST, SLOW, skipped))) + "\n")
+    assert specification.main([str(results), "--page", str(page), "--note", "idle"]) == 0
+    text = page.read_text()
+    assert text.startswith(f"before\n{specification.BEGIN}\nMeasured on: ")
+    assert text.endswith(f"{specification.END}\nafter\n")
+    assert "old" not in text
+    assert ", idle." in text
+    assert "| `fast` | `p50` | 1.5 | at most 2 |" in text
+    assert "| `fast` | beside it | `create_p50_ms` 1.5, `to_bare` 3 | |" in text
+    assert "| `slow` | `rate_per_s` | 9, **missed** | at least 10 |" in text
+    assert "| `docker` | not measured | no dockerd | |" in text
+
+
+def test_a_page_without_marks_is_not_written(tmp_path: Path) -> None:
+    page, results = tmp_path / "page.md", tmp_path / "measured.jsonl"
+    page.write_text("nothing")
+    results.write_text(to_json(FAST))
+    with pytest.raises(ValueError, match="measured:begin"):
+        specification.main([str(results), "--page", str(page)])
+    assert page.read_text() == "nothing"

@@ -1,4 +1,4 @@
-"""Whatever the order of messages, writes and crashes: no unit is ever leased twice."""
+"""Whatever the order of messages, writes, crashes and clocks: no slice is ever leased twice."""
 
 from __future__ import annotations
 
@@ -7,43 +7,73 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from broker_world import START_S, World, heartbeat
-from dsec_common.wire.lease import LeaseGranted
+from dsec_broker.config import BrokerConfig
+from dsec_common.compute.model import GpuDemand
+from dsec_common.wire.lease import GrantLease, LeaseGranted
 
 A100 = "NVIDIA A100-SXM4-40GB"
+GPUS = (A100, A100, "NVIDIA L40")
 NODES = ("node-1", "node-2")
-BROKERS = 3
+BROKERS = 4
+SKEW_S = 60.0
+"""The last broker's clock is so far ahead of the first one's."""
 
 brokers = st.integers(0, BROKERS - 1)
 nodes = st.sampled_from(NODES)
+demands = st.builds(
+    lambda cu, more, count: GpuDemand(min_cu=cu, max_cu=cu + more, count=count),
+    st.sampled_from((3, 10, 35, 60, 100, 170)),
+    st.sampled_from((0, 5)),
+    st.sampled_from((0, 0, 1, 2)),
+)
 
 
 class Leases(RuleBasedStateMachine):
-    """Three brokers around one bucket, every step of each in any order."""
+    """Four brokers around one bucket, every step of each in any order."""
 
     @initialize()
     def begin(self) -> None:
-        self.world = World(BROKERS)
+        self.world = World(BROKERS, BrokerConfig(clock_skew_s=SKEW_S))
+        for number, broker in enumerate(self.world.brokers):
+            broker.ahead_s = SKEW_S * number / (BROKERS - 1)
         self.granted: dict[str, LeaseGranted] = {}
-        self.tokens: dict[str, int] = {}
-        self.collected: set[int] = set()
+        self.asked: list[GrantLease] = []
+        self.collected: set[tuple[int, int]] = set()
+        self.tokens: dict[str, set[int]] = {node: set() for node in NODES}
         for node in NODES:
-            self.world.see(heartbeat(node, A100))
+            self.world.see(heartbeat(node, *GPUS))
 
-    @rule(broker=brokers, node=st.sampled_from(("", *NODES)), cu=st.sampled_from((10, 35, 60, 100)))
-    def grant(self, broker: int, node: str, cu: float) -> None:
-        self.world.brokers[broker].grant(cu, node=node, ttl_s=50)
+    def any_lease(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.granted) or ["node-1.nothing"]))
+
+    @rule(broker=brokers, node=st.sampled_from(("", *NODES)), demand=demands)
+    def grant(self, broker: int, node: str, demand: GpuDemand) -> None:
+        asked = GrantLease(project="default", holder="h", demand=demand, node=node, ttl_s=50)
+        self.asked.append(asked)
+        self.world.brokers[broker].ask(asked)
+
+    @rule(broker=brokers, data=st.data())
+    def grant_again(self, broker: int, data: st.DataObject) -> None:
+        named = [asked for asked in self.asked if asked.node]
+        if named:
+            self.world.brokers[broker].ask(data.draw(st.sampled_from(named)))
 
     @rule(broker=brokers, data=st.data())
     def release(self, broker: int, data: st.DataObject) -> None:
-        if self.granted:
-            lease_id = data.draw(st.sampled_from(sorted(self.granted)))
-            self.world.brokers[broker].release(lease_id)
+        self.world.brokers[broker].release(self.any_lease(data))
 
     @rule(broker=brokers, data=st.data())
     def renew(self, broker: int, data: st.DataObject) -> None:
-        if self.granted:
-            lease_id = data.draw(st.sampled_from(sorted(self.granted)))
-            self.world.brokers[broker].renew(lease_id, 50)
+        self.world.brokers[broker].renew(self.any_lease(data), 50)
+
+    @rule(broker=brokers, data=st.data())
+    def transfer(self, broker: int, data: st.DataObject) -> None:
+        self.world.brokers[broker].transfer(self.any_lease(data))
+
+    @rule(broker=brokers, node=nodes, data=st.data())
+    def unlock(self, broker: int, node: str, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from(["", self.any_lease(data)]))
+        self.world.brokers[broker].unlock(node, lease_id)
 
     @rule(broker=brokers, lost=st.booleans())
     def store(self, broker: int, lost: bool) -> None:
@@ -63,44 +93,64 @@ class Leases(RuleBasedStateMachine):
         self.world.now += seconds
         for broker in self.world.brokers:
             for node in NODES:
-                broker.see(heartbeat(node, A100, sent_at=self.world.now))
+                broker.see(heartbeat(node, *GPUS, sent_at=self.world.now))
 
-    @rule(broker=brokers, node=nodes, age=st.sampled_from((0, 1, 5)), data=st.data())
+    @rule(
+        broker=brokers,
+        node=nodes,
+        age=st.sampled_from((0, 1, 5)),
+        gpus=st.sampled_from((GPUS, GPUS, GPUS[:-1])),
+        data=st.data(),
+    )
     def heartbeat_with_leases(
-        self, broker: int, node: str, age: float, data: st.DataObject
+        self, broker: int, node: str, age: float, gpus: tuple[str, ...], data: st.DataObject
     ) -> None:
         here = sorted(lease_id for lease_id, lease in self.granted.items() if lease.node == node)
         named = data.draw(st.sets(st.sampled_from(here))) if here else set()
         sent_at = max(START_S, self.world.now - age)
-        self.world.brokers[broker].see(
-            heartbeat(node, A100, sent_at=sent_at, lease_ids=tuple(sorted(named)))
-        )
+        beat = heartbeat(node, *gpus, sent_at=sent_at, lease_ids=tuple(sorted(named)))
+        for _ in range(data.draw(st.sampled_from((1, 2)))):
+            self.world.brokers[broker].see(beat)
 
     @rule(broker=brokers)
     def crash(self, broker: int) -> None:
+        ahead_s = self.world.brokers[broker].ahead_s
         fresh = self.world.restart(broker)
+        fresh.ahead_s = ahead_s
         for node in NODES:
-            fresh.see(heartbeat(node, A100, sent_at=self.world.now))
+            fresh.see(heartbeat(node, *GPUS, sent_at=self.world.now))
 
     @invariant()
-    def never_more_units_than_there_are(self) -> None:
+    def no_part_of_a_card_is_in_two_leases(self) -> None:
         for record, _ in self.world.bucket.records.values():
-            assert record.cu_allocated <= record.cu_total + 1e-6
+            for card in record.cards:
+                held = [
+                    it for lease in record.leases for it in lease.slices if it.card == card.uuid
+                ]
+                assert sum(slice_.percent for slice_ in held) <= 100
+                assert sum(slice_.memory_bytes for slice_ in held) <= card.memory_bytes
 
     @invariant()
     def an_answered_grant_was_written_with_a_token_of_its_own(self) -> None:
-        for broker in self.world.brokers:
+        for number, broker in enumerate(self.world.brokers):
             for request_id, reply in broker.answers.items():
-                if request_id in self.collected or not isinstance(reply, LeaseGranted):
+                if (number, request_id) in self.collected or not isinstance(reply, LeaseGranted):
                     continue
-                self.collected.add(request_id)
-                record, _ = self.world.bucket.read(reply.node)
-                assert record is not None
-                assert any(lease.lease_id == reply.lease_id for lease in record.leases)
-                assert reply.token not in {
-                    lease.token for lease in self.granted.values() if lease.node == reply.node
-                }
+                self.collected.add((number, request_id))
+                known = self.granted.get(reply.lease_id)
+                if known is not None and reply.token == known.token:
+                    assert reply.slices == known.slices  # the same lease, told again
+                    continue
+                assert reply.token not in self.tokens[reply.node]
+                assert known is None or reply.token > known.token
+                assert self.world.lease(reply.lease_id).token == reply.token
+                self.tokens[reply.node].add(reply.token)
                 self.granted[reply.lease_id] = reply
+
+    @invariant()
+    def no_write_has_raised_an_alarm(self) -> None:
+        for broker in self.world.brokers:
+            assert not broker.alarms
 
     @invariant()
     def no_request_is_answered_twice(self) -> None:

@@ -167,3 +167,21 @@ def test_pairs_keep_what_follows_the_first_equals_sign() -> None:
     assert pairs(["a=b=c", "d="], "--env") == {"a": "b=c", "d": ""}
     with pytest.raises(UsageError, match="KEY=VALUE"):
         pairs(["=x"], "--env")
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path, more: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "dsec.cli.main", "version", *more],
+            check=False,
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            env={"PATH": os.environ["PATH"], "DSEC_HOME": str(tmp_path / "state")},
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")

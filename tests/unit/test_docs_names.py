@@ -10,7 +10,8 @@ import pytest
 import typer
 
 from documents import ROOT, Page, pages
-from dsec.cli.main import app
+from dsec.cli.init import app as init_app
+from dsec.cli.main import app as dsec_app
 from dsec_broker.config import BrokerConfig
 from dsec_chronus.config import ChronusConfig
 from dsec_common import subjects
@@ -27,20 +28,33 @@ SERVICES = {
     "dsec-chronus": ChronusConfig,
     "dsec-tracer": TracerConfig,
 }
+APPS = {"dsec": dsec_app, "dsec-cli": dsec_app, "dsec-init": init_app}
 ANY = ScopedId("any", "any")
+NODE_VERBS = ("place", "list", "pools", "govern", "revoke", "resize", "retire")
 SYSTEM_SUBJECTS = (
     subjects.heartbeat("any"),
-    *(subjects.node_request("any", verb) for verb in ("place", "list")),
+    *(subjects.node_request("any", verb) for verb in NODE_VERBS),
     *(subjects.lease(verb) for verb in ("grant", "renew", "release")),
     *(
         subjects.rollout_system("any", ANY, verb)
         for verb in (*subjects.ROLLOUT_SYSTEM_VERBS, "open")
     ),
     subjects.rollout_journal("any"),
-    *(subjects.sandbox_event("any", ANY, what) for what in ("running", "ended")),
+    subjects.instance_report("any"),
+    subjects.agent_event("any", "any", "rolled_back"),
+    *(
+        subjects.sandbox_event("any", ANY, what)
+        for what in ("running", "paused", "resumed", "resized", "ended")
+    ),
     *(subjects.request_event("any", "any", what) for what in ("created", "refused")),
     subjects.layer_event("any", "any", "progress"),
     subjects.project_events("any"),
+    subjects.lease("list"),
+    subjects.lease("transfer"),
+    subjects.lease_event("any", "any", "unlocked"),
+    subjects.node_alarm("any", "conservation_broken"),
+    subjects.FIND_WAITING,
+    subjects.WAITING_REPORTS,
 )
 PATTERNS = [
     *(pattern.split(".") for pattern in subjects.USER_SERVICES),
@@ -108,15 +122,15 @@ def _command_lines(page: Page) -> list[str]:
 def test_every_command_and_flag_exists(page: Page) -> None:
     for line in _command_lines(page):
         words = shlex.split(line)
-        if words[0] == "dsec":
-            _check_command(words[1:], line)
+        if words[0] in APPS:
+            _check_command(APPS[words[0]], words[1:], line)
         else:
             fields = {"config", *SERVICES[words[0]].__struct_fields__}
             flags = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
             assert {flag.replace("-", "_") for flag in flags} <= fields, line
 
 
-def _check_command(words: list[str], line: str) -> None:
+def _check_command(app: typer.Typer, words: list[str], line: str) -> None:
     command: Any = typer.main.get_command(app)
     while words:
         word, *words = words

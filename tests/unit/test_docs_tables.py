@@ -38,6 +38,7 @@ PROTOCOL_HEADER = ROOT / "services/sandboxd/src/dsec_sandboxd/native/protocol.h"
 PUBLIC_LIMIT = re.compile(r"[A-Z][A-Z0-9_]*_MAX|MAX_[A-Z0-9_]+|[A-Z][A-Z0-9_]*_MAX_(?:BYTES|S)")
 NOT_FOR_USERS = {
     "dsec_sandboxd.kernel.protocol:DESCRIPTORS_MAX": "descriptors with one message inside",
+    "dsec_sandboxd.kernel.protocol:INLINE_OUTPUT_MAX": "what is longer is told in pieces",
     "dsec_sandboxd.kernel.protocol:INLINE_PAYLOAD_MAX": "larger payloads take another way",
     "dsec_sandboxd.kernel.protocol:LAYERS_MAX": "the same as the kernel seam's",
 }
@@ -51,6 +52,8 @@ def _settings(page_name: str) -> dict[str, float | str]:
 def _shown(value: Any) -> Any:
     if isinstance(value, tuple):
         return ",".join(value)
+    if isinstance(value, bool):
+        return str(value).lower()
     return value or 0.0 if isinstance(value, int | float) else value or ""
 
 

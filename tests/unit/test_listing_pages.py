@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import random
+from typing import Any
 
 import msgspec
 import pytest
 
+from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.base import JSON, encode
 from dsec_common.wire.node import ListNodeSandboxes, NodeSandboxes
 from dsec_common.wire.sandbox import (
     LISTING_PAGE_BYTES,
     Limits,
+    ListSandboxes,
     SandboxInfo,
     SandboxList,
     SandboxState,
@@ -19,7 +23,7 @@ from dsec_common.wire.sandbox import (
 )
 from dsec_sandboxd.listing import page_of
 from dsec_sandboxd.records import SandboxRecord
-from dsec_scheduler.listing import merge
+from dsec_scheduler.listing import after_cursor, cursor, merge
 
 NATS_MAX_PAYLOAD_BYTES = 1024 * 1024
 
@@ -40,14 +44,16 @@ def record(local: str, **changes: object) -> SandboxRecord:
     return msgspec.structs.replace(whole, **changes)
 
 
-def walk(nodes: dict[str, list[SandboxRecord]], page_bytes: int) -> list[SandboxList]:
+def walk(
+    nodes: dict[str, list[SandboxRecord]], page_bytes: int, limit: int = 0
+) -> list[SandboxList]:
     """Return all pages that a client sees."""
     pages: list[SandboxList] = []
     after = ""
     while not pages or pages[-1].more:
-        question = ListNodeSandboxes(project="p", after=after, page_bytes=page_bytes)
+        question = ListNodeSandboxes(project="p", after=after, page_bytes=page_bytes, limit=limit)
         answers = [page_of(node, records, question) for node, records in nodes.items()]
-        found, more = merge(answers)
+        found, more = merge(answers, limit)
         pages.append(SandboxList(sandboxes=found, more=more))
         assert found or not more, "a page before the last holds something"
         after = found[-1].sandbox_id if found else ""
@@ -68,7 +74,9 @@ def test_every_sandbox_is_listed_once_and_in_order(seed: int) -> None:
         (f"{node}.{each.local}" for node, records in nodes.items() for each in records),
         key=listing_order,
     )
-    pages = walk(nodes, page_bytes=chance.choice([1, 2000, 20_000]))
+    limit = chance.choice([0, 1, 7, 1000])
+    pages = walk(nodes, page_bytes=chance.choice([1, 2000, 20_000]), limit=limit)
+    assert not limit or all(len(page.sandboxes) <= limit for page in pages)
     assert [info.sandbox_id for page in pages for info in page.sandboxes] == expected
 
 
@@ -100,3 +108,52 @@ def test_labels_are_chosen_before_pages_are_made() -> None:
     question = ListNodeSandboxes(project="p", labels={"run": "1"}, after="n1.050")
     found: tuple[SandboxInfo, ...] = page_of("n1", records, question).sandboxes
     assert [info.sandbox_id for info in found] == [f"n1.{n:03d}" for n in range(51, 100, 2)]
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({"states": (SandboxState.PAUSED,)}, ["b"]),
+        ({"states": (SandboxState.PAUSED, SandboxState.ENDED)}, ["b", "c"]),
+        ({"agent": "coder"}, ["a", "b"]),
+        ({"rollout_id": "s0.r1"}, ["b"]),
+        ({"created_after": 2.0}, ["b", "c"]),
+        ({"created_before": 2.0}, ["a"]),
+        ({"created_after": 2.0, "created_before": 3.0, "agent": "coder"}, ["b"]),
+        ({"labels": {"run": "1"}, "agent": "coder"}, ["a"]),
+        ({}, ["a", "b", "c"]),
+    ],
+)
+def test_filters_hold_together(filters: dict[str, Any], expected: list[str]) -> None:
+    records = [
+        record("a", agent="coder", labels={"run": "1"}),
+        record("b", agent="coder", created_at=2.0, rollout_id="s0.r1", state=SandboxState.PAUSED),
+        record("c", created_at=3.0, state=SandboxState.ENDED),
+    ]
+    page = page_of("n1", records, ListNodeSandboxes(project="p", **filters))
+    assert [info.sandbox_id for info in page.sandboxes] == [f"n1.{local}" for local in expected]
+
+
+def test_a_cursor_leads_to_where_the_page_ended() -> None:
+    asked = ListSandboxes(labels={"b": "2", "a": "1"}, limit=5)
+    again = ListSandboxes(labels={"a": "1", "b": "2"}, cursor=cursor(asked, "n1.abc"))
+    assert after_cursor(again) == "n1.abc"
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "",
+        "nonsense",
+        "\N{SNOWMAN}",
+        "AAAA",
+        cursor(ListSandboxes(agent="other"), "n1.abc"),
+        cursor(ListSandboxes(), "no id"),
+        cursor(ListSandboxes(), "n1.abc")[:-3],
+        base64.urlsafe_b64encode(msgspec.msgpack.encode((99, b"", "n1.abc"))).decode(),
+    ],
+)
+def test_what_is_no_cursor_of_this_listing_is_invalid(bad: str) -> None:
+    with pytest.raises(DsecError) as caught:
+        after_cursor(ListSandboxes(cursor=bad))
+    assert caught.value.code is ErrorCode.INVALID

@@ -3,174 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from dsec_common import subjects
-from dsec_common.behavior import BehaviorLog
-from dsec_common.bus_types import ReplyAddress, Request
-from dsec_common.clock import SystemClock
 from dsec_common.errors import DsecError, ErrorCode, unavailable
-from dsec_common.wire.node import ListNodeSandboxes, PlaceSandbox, Resources
+from dsec_common.wire.node import ListNodeSandboxes
 from dsec_common.wire.sandbox import (
     CreateSandbox,
-    DeleteSandbox,
     EndCause,
     ExecCommand,
-    SandboxCreated,
-    SandboxDeleted,
     SandboxEnded,
     SandboxRunning,
     SandboxState,
     WriteFile,
 )
-from dsec_sandboxd.admission import NodeRules
-from dsec_sandboxd.commands import Commands
-from dsec_sandboxd.event_publisher import EventPublisher
-from dsec_sandboxd.files import Files
 from dsec_sandboxd.kernel.interface import EndCause as KernelEndCause
-from dsec_sandboxd.kernel.recording import RecordingKernel
-from dsec_sandboxd.layer_cache import LayerCache
-from dsec_sandboxd.layer_holds import LayerHolds
-from dsec_sandboxd.lifecycle import Parts, Sandboxes
-from dsec_sandboxd.making import Maker
 from dsec_sandboxd.record_store import RecordStore
-from dsec_sandboxd.run_directory import RunDirectory
-from dsec_sandboxd.state import NodeState
-from dsec_sandboxd.step_log import StepLog
-from node_neighbours import Caller, Layers, Memory, Sockets, Stream
-
-NODE = "n1"
-MIB = 1024 * 1024
-
-
-class World:
-    """A node without a bus: the parts, and what they did."""
-
-    def __init__(self, directory: Path) -> None:
-        self.kernel = RecordingKernel()
-        self.layers = Layers()
-        self.holds = LayerHolds(self.kernel, idle_max=0)
-        self.store = RecordStore(directory / "records")
-        self.stream = Stream()
-        self.caller = Caller()
-        self.sockets = Sockets()
-        self.steps: list[BehaviorLog] = []
-        # On a tmpfs already, so that nothing has to be mounted and the test needs no root.
-        self.memory = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="dsec-run-")
-        self.directories = RunDirectory(Path(self.memory.name))
-        self.events = EventPublisher(self.stream)
-        self.tasks: list[asyncio.Task[None]] = []
-        self.build()
-
-    def build(self) -> None:
-        step_log = StepLog(NODE, self.steps)
-        self.state = NodeState(
-            NodeRules(
-                node=NODE,
-                physical=Resources(cpus=8, memory_bytes=8192 * MIB, sandboxes=64),
-                capacity=Resources(cpus=8, memory_bytes=8192 * MIB, sandboxes=64),
-            )
-        )
-        self.maker = Maker(self.kernel, self.holds, self.sockets, self.directories)
-        self.sandboxes = Sandboxes(
-            self.state,
-            Parts(
-                kernel=self.kernel,
-                store=self.store,
-                events=self.events,
-                steps=step_log,
-                layers=LayerCache(self.layers),
-                memory=Memory(),
-                replier=self.caller,
-                clock=SystemClock(),
-            ),
-            self.maker,
-        )
-        self.commands = Commands(self.state, self.kernel, step_log, timeout_max_s=60.0)
-        self.files = Files(self.state, self.kernel, step_log, SystemClock(), idle_s=60.0)
-        self.maker.on_end(self.files)
-
-    async def start(self) -> None:
-        await self.kernel.start()
-        self.directories.open()
-        await self.sandboxes.recover()
-        self.tasks = [
-            asyncio.create_task(self.events.run()),
-            asyncio.create_task(self.sandboxes.watch_ended()),
-        ]
-
-    async def stop(self) -> None:
-        await self.sandboxes.evacuate("the test is over")
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        await self.kernel.close()
-        await self.holds.close()
-        self.store.close()
-
-    async def place(self, local: str = "s1", **changes: Any) -> SandboxCreated:
-        message = msgspec.structs.replace(
-            PlaceSandbox(
-                project="p",
-                local=local,
-                request=CreateSandbox(base="base@1", toolkits=("tool@1",)),
-                valid_until=SystemClock().now() + 60,
-            ),
-            **changes,
-        )
-        request = Request(
-            message=message,
-            subject="dsec.v1._sys.node.n1.place",
-            tokens=(),
-            headers={},
-            reply_to="_INBOX.scheduler",
-            caller=ReplyAddress("_R_.caller"),
-            content_type="",
-            traceparent="",
-        )
-        return await self.sandboxes.place(request)
-
-    def ask(self, local: str, message: Any) -> Request[Any]:
-        subject = f"dsec.v1.p.sandbox.{NODE}.{local}.verb"
-        return Request(
-            message=message,
-            subject=subject,
-            tokens=tuple(subject.split(".")),
-            headers={},
-            reply_to="_R_.x",
-            caller=ReplyAddress("_R_.x"),
-            content_type="",
-            traceparent="",
-        )
-
-    async def delete(self, local: str = "s1") -> SandboxDeleted:
-        return await self.sandboxes.delete(self.ask(local, DeleteSandbox()))
-
-    def left(self) -> dict[str, Any]:
-        """Return everything that is held for sandboxes."""
-        self.state.validate_state()
-        return {
-            "kernel": self.kernel.alive,
-            "sockets": self.sockets.open_now,
-            "directories": [path.name for path in self.directories.path.iterdir()],
-            "layers": [digest for digest in self.kernel.layers if self.holds.users(digest)],
-            "sandboxes": self.state.allocated.sandboxes,
-        }
-
-
-NOTHING: dict[str, Any] = {
-    "kernel": [],
-    "sockets": set(),
-    "directories": [],
-    "layers": [],
-    "sandboxes": 0,
-}
+from node_world import NODE, NOTHING, World
+from refusals import refused
 
 
 @pytest.fixture
@@ -182,12 +36,6 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     assert made.left() == NOTHING
     made.directories.close()
     made.memory.cleanup()
-
-
-async def refused(asking: Any) -> DsecError:
-    with pytest.raises(DsecError) as caught:
-        await asking
-    return caught.value
 
 
 async def test_the_intent_is_on_disk_before_the_kernel_is_asked(world: World) -> None:

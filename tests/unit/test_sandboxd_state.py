@@ -6,14 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dsec_common.errors import DsecError, ErrorCode, unavailable
 from dsec_common.wire.node import Resources
 from dsec_common.wire.sandbox import EndCause, Limits, SandboxState
-from dsec_sandboxd.admission import NodeRules
 from dsec_sandboxd.effects import (
     AnnounceEnded,
     AnnounceRunning,
@@ -25,13 +21,13 @@ from dsec_sandboxd.effects import (
     MakeSandbox,
     RefusePlacement,
     SaveRecord,
+    TellTurn,
     UnmakeSandbox,
 )
 from dsec_sandboxd.events import (
     ClockTicked,
     DeletionAsked,
     DrainBegan,
-    EvacuationBegan,
     NodeRestarted,
     PlacementAsked,
     SandboxDied,
@@ -40,37 +36,8 @@ from dsec_sandboxd.events import (
     SandboxNotUnmade,
     SandboxUnmade,
 )
-from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.state import NodeState
-
-MIB = 1024 * 1024
-
-
-def node_rules(**changes: Any) -> NodeRules:
-    rules = NodeRules(
-        node="n1",
-        physical=Resources(cpus=2.0, memory_bytes=1024 * MIB, sandboxes=4),
-        capacity=Resources(cpus=4.0, memory_bytes=2048 * MIB, sandboxes=4),
-        memory_reserve_bytes=100 * MIB,
-        ended_kept_s=60.0,
-        ended_kept_max=3,
-    )
-    return msgspec.structs.replace(rules, **changes)
-
-
-def record(local: str = "s1", **changes: Any) -> SandboxRecord:
-    made = SandboxRecord(
-        local=local,
-        project="p",
-        placement_id=f"place-{local}",
-        request_id=f"request-{local}",
-        state=SandboxState.CREATING,
-        created_at=10.0,
-        layer_references=("base@1",),
-        layer_digests=("sha256:00",),
-        limits=Limits(),
-    )
-    return msgspec.structs.replace(made, **changes)
+from sandbox_records import MIB, node_rules, record
 
 
 def placement(local: str = "s1", *, now: float = 10.0, **changes: Any) -> PlacementAsked:
@@ -85,12 +52,13 @@ def placement(local: str = "s1", *, now: float = 10.0, **changes: Any) -> Placem
 def running(local: str = "s1", **changes: Any) -> NodeState:
     state = NodeState(node_rules())
     state.handle(placement(local, **changes))
-    state.handle(SandboxMade(now=11.0, local=local, create_ms=2.0))
+    state.handle(SandboxMade(now=11.0, monotonic_s=11.0, local=local, create_ms=2.0))
     return state
 
 
 def kinds(effects: list[Effect]) -> list[type[Effect]]:
-    return [type(effect) for effect in effects]
+    """Return what is to be done, but for the waking of who may wait."""
+    return [type(effect) for effect in effects if not isinstance(effect, TellTurn)]
 
 
 def refusal(effects: list[Effect]) -> DsecError:
@@ -105,11 +73,11 @@ def test_the_intent_is_kept_before_the_kernel_acts() -> None:
     assert state.allocated == Resources(cpus=1.0, memory_bytes=256 * MIB, sandboxes=1)
 
 
-def test_the_caller_is_answered_before_anything_else_when_a_sandbox_runs() -> None:
+def test_a_sandbox_that_runs_is_kept_before_its_caller_is_answered() -> None:
     state = NodeState(node_rules())
     state.handle(placement())
-    effects = state.handle(SandboxMade(now=11.0, local="s1", create_ms=2.0))
-    assert kinds(effects) == [ConfirmPlacement, SaveRecord, AnnounceRunning]
+    effects = state.handle(SandboxMade(now=11.0, monotonic_s=11.0, local="s1", create_ms=2.0))
+    assert kinds(effects) == [SaveRecord, ConfirmPlacement, AnnounceRunning]
     assert state.running("p", "s1").created_at == 11.0
 
 
@@ -125,8 +93,8 @@ def test_a_failed_creation_is_refused_and_gives_back_what_it_was_given() -> None
 def test_a_sandbox_that_is_ready_too_late_is_removed() -> None:
     state = NodeState(node_rules())
     state.handle(placement())
-    effects = state.handle(SandboxMade(now=15.1, local="s1", create_ms=2.0))
-    assert kinds(effects) == [RefusePlacement, UnmakeSandbox]
+    effects = state.handle(SandboxMade(now=15.1, monotonic_s=15.1, local="s1", create_ms=2.0))
+    assert kinds(effects) == [RefusePlacement, SaveRecord, UnmakeSandbox]
     assert refusal(effects[:1]).code is ErrorCode.TIMEOUT
 
 
@@ -191,7 +159,7 @@ def test_a_draining_node_takes_no_placement_and_no_command() -> None:
 
 def test_a_sandbox_holds_its_share_until_nothing_of_it_is_left() -> None:
     state = running()
-    assert kinds(state.handle(DeletionAsked(now=12.0, local="s1"))) == [UnmakeSandbox]
+    assert kinds(state.handle(DeletionAsked(now=12.0, local="s1"))) == [SaveRecord, UnmakeSandbox]
     assert state.allocated.sandboxes == 1
     effects = state.handle(SandboxUnmade(now=12.1, local="s1"))
     assert kinds(effects) == [SaveRecord, ConfirmDeletion, AnnounceEnded]
@@ -202,8 +170,8 @@ def test_a_deletion_while_creating_waits_for_the_creation() -> None:
     state = NodeState(node_rules())
     state.handle(placement())
     assert state.handle(DeletionAsked(now=10.5, local="s1")) == []
-    effects = state.handle(SandboxMade(now=11.0, local="s1", create_ms=2.0))
-    assert kinds(effects) == [RefusePlacement, UnmakeSandbox]
+    effects = state.handle(SandboxMade(now=11.0, monotonic_s=11.0, local="s1", create_ms=2.0))
+    assert kinds(effects) == [RefusePlacement, SaveRecord, UnmakeSandbox]
     state.handle(SandboxUnmade(now=11.1, local="s1"))
     assert state.find("p", "s1").end_cause is EndCause.DELETED
 
@@ -244,15 +212,18 @@ def test_a_sandbox_that_dies_before_it_is_known_to_run_is_refused() -> None:
     state = NodeState(node_rules())
     state.handle(placement())
     assert not state.handle(SandboxDied(now=10.9, local="s1", cause=EndCause.OOM, detail="oom"))
-    effects = state.handle(SandboxMade(now=11.0, local="s1", create_ms=2.0))
+    effects = state.handle(SandboxMade(now=11.0, monotonic_s=11.0, local="s1", create_ms=2.0))
     assert kinds(effects) == [RefusePlacement, SaveRecord, ConfirmDeletion, AnnounceEnded]
     assert state.find("p", "s1").end_cause is EndCause.OOM
 
 
 def test_a_time_to_live_runs_from_the_moment_the_sandbox_does() -> None:
-    state = running(expires_at=20.0)  # asked at 10 with 10 s to live, running at 11
-    assert state.handle(ClockTicked(now=20.9)) == []
-    assert kinds(state.handle(ClockTicked(now=21.0))) == [UnmakeSandbox]
+    state = running(ttl_s=10.0)  # asked at 10 with 10 s to live, running at 11
+    assert state.handle(ClockTicked(now=20.9, monotonic_s=20.9)) == []
+    assert kinds(state.handle(ClockTicked(now=21.0, monotonic_s=21.0))) == [
+        SaveRecord,
+        UnmakeSandbox,
+    ]
     state.handle(SandboxUnmade(now=21.1, local="s1"))
     assert state.find("p", "s1").end_cause is EndCause.EXPIRED
 
@@ -273,7 +244,9 @@ def test_a_restart_ends_what_was_alive_and_keeps_what_had_ended() -> None:
     state = NodeState(node_rules())
     effects = state.handle(
         NodeRestarted(
-            now=20.0, records=(record("a"), record("b", state=SandboxState.RUNNING), ended)
+            now=20.0,
+            monotonic_s=20.0,
+            records=(record("a"), record("b", state=SandboxState.RUNNING), ended),
         )
     )
     assert [effect.record.local for effect in effects if isinstance(effect, AnnounceEnded)] == [
@@ -290,6 +263,7 @@ def test_records_of_ended_sandboxes_go_by_age_and_by_number() -> None:
     state = NodeState(node_rules())
     forgotten = []
     for number in range(5):
+        state.handle(ClockTicked(now=0.0, monotonic_s=20.0 + number))
         state.handle(placement(f"s{number}"))
         forgotten += state.handle(
             SandboxNotMade(now=20.0 + number, local=f"s{number}", error=unavailable("no"))
@@ -298,7 +272,7 @@ def test_records_of_ended_sandboxes_go_by_age_and_by_number() -> None:
         "s0",
         "s1",
     ]
-    effects = state.handle(ClockTicked(now=83.5))
+    effects = state.handle(ClockTicked(now=83.5, monotonic_s=83.5))
     assert effects == [ForgetRecord("s2"), ForgetRecord("s3")]
 
 
@@ -307,114 +281,3 @@ def test_variables_are_not_kept_after_the_end() -> None:
     effects = state.handle(SandboxDied(now=12.0, local="s1", cause=EndCause.OOM, detail=""))
     assert isinstance(effects[0], SaveRecord)
     assert effects[0].record.env == {}
-
-
-class NodeMachine(RuleBasedStateMachine):
-    """Any order of events keeps the invariants, and every placement is answered exactly once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = NodeState(node_rules())
-        self.now = 0.0
-        self.count = 0
-        self.making: set[str] = set()
-        self.unmaking: set[str] = set()
-        self.waiting: set[str] = set()
-        self.announced: set[str] = set()
-
-    def run(self, event: Any) -> None:
-        self.now += 0.5
-        for effect in self.state.handle(msgspec.structs.replace(event, now=self.now)):
-            match effect:
-                case MakeSandbox(made):
-                    self.making.add(made.local)
-                case UnmakeSandbox(made, _):
-                    assert made.local not in self.making
-                    self.unmaking.add(made.local)
-                case ConfirmPlacement(placement_id, _) | RefusePlacement(placement_id, _):
-                    self.waiting.remove(placement_id)
-                case AnnounceEnded(made):
-                    assert made.local not in self.announced
-                    self.announced.add(made.local)
-                case _:
-                    pass
-
-    @rule(
-        cpus=st.sampled_from([0.1, 0.3, 1.0, 2.0]),
-        memory=st.integers(4, 1200),
-        ttl=st.sampled_from([0.0, 3.0]),
-        patience=st.sampled_from([0.1, 100.0]),
-    )
-    def place(self, cpus: float, memory: int, ttl: float, patience: float) -> None:
-        self.count += 1
-        local = f"s{self.count}"
-        self.waiting.add(f"place-{local}")
-        self.run(
-            PlacementAsked(
-                now=0.0,
-                record=record(
-                    local,
-                    limits=Limits(cpus=cpus, memory_bytes=memory * MIB),
-                    created_at=self.now,
-                    expires_at=self.now + ttl if ttl else 0.0,
-                ),
-                valid_until=self.now + patience,
-                memory_bytes_available=500 * MIB,
-            )
-        )
-
-    @precondition(lambda self: self.making)
-    @rule(data=st.data(), works=st.booleans())
-    def finish_making(self, data: st.DataObject, works: bool) -> None:
-        local = data.draw(st.sampled_from(sorted(self.making)))
-        self.making.remove(local)
-        if works:
-            self.run(SandboxMade(now=0.0, local=local, create_ms=1.0))
-        else:
-            self.run(SandboxNotMade(now=0.0, local=local, error=unavailable("no")))
-
-    @precondition(lambda self: self.unmaking)
-    @rule(data=st.data(), works=st.booleans())
-    def finish_unmaking(self, data: st.DataObject, works: bool) -> None:
-        local = data.draw(st.sampled_from(sorted(self.unmaking)))
-        self.unmaking.remove(local)
-        if works:
-            self.run(SandboxUnmade(now=0.0, local=local))
-        else:
-            self.run(SandboxNotUnmade(now=0.0, local=local, error=unavailable("no")))
-
-    @precondition(lambda self: self.count)
-    @rule(data=st.data(), dies=st.booleans())
-    def disturb(self, data: st.DataObject, dies: bool) -> None:
-        local = f"s{data.draw(st.integers(1, self.count + 1))}"
-        if dies:
-            self.run(SandboxDied(now=0.0, local=local, cause=EndCause.OOM, detail=""))
-        else:
-            self.run(DeletionAsked(now=0.0, local=local))
-
-    @rule()
-    def tick(self) -> None:
-        self.run(ClockTicked(now=0.0))
-
-    @rule()
-    def evacuate(self) -> None:
-        self.run(EvacuationBegan(now=0.0, detail="stopping"))
-        self.state.draining = False
-
-    @invariant()
-    def holds(self) -> None:
-        self.state.validate_state()
-
-    def teardown(self) -> None:
-        self.run(EvacuationBegan(now=0.0, detail="stopping"))
-        for local in sorted(self.making):
-            self.making.remove(local)
-            self.run(SandboxMade(now=0.0, local=local, create_ms=1.0))
-        for local in sorted(self.unmaking):
-            self.run(SandboxUnmade(now=0.0, local=local))
-        assert not self.waiting
-        assert self.state.allocated == Resources()
-
-
-TestNodeMachine = NodeMachine.TestCase
-TestNodeMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

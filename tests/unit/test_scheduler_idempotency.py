@@ -4,7 +4,7 @@ import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.base import ErrorReply
-from dsec_common.wire.sandbox import CreateSandbox, Limits, SandboxCreated
+from dsec_common.wire.sandbox import CreateSandbox, ExecCommand, Limits, SandboxCreated
 from dsec_scheduler.idempotency import (
     AskNode,
     Begin,
@@ -74,6 +74,20 @@ def test_only_what_is_asked_for_makes_the_digest() -> None:
         CreateSandbox(base="debian@12", env={"a": "1"}),
         CreateSandbox(base="debian@12", env=one.env, toolkits=("agent@1",)),
         CreateSandbox(base="debian@12", env=one.env, limits=Limits(cpus=2.0)),
+    ):
+        assert arguments_digest(one) != arguments_digest(other)
+
+
+def test_a_first_command_is_part_of_what_is_asked_for_but_not_its_own_envelope() -> None:
+    one = CreateSandbox(base="debian@12", command=ExecCommand(argv=("true",)))
+    same = CreateSandbox(base="debian@12", command=ExecCommand(argv=("true",), cause_id="retry"))
+    assert one.command != same.command
+    assert arguments_digest(one) == arguments_digest(same)
+    for other in (
+        CreateSandbox(base="debian@12"),
+        CreateSandbox(base="debian@12", command=ExecCommand(argv=("false",))),
+        CreateSandbox(base="debian@12", command=one.command, delete_after=True),
+        CreateSandbox(base="debian@12", command=one.command, idle_ttl_s=1.0),
     ):
         assert arguments_digest(one) != arguments_digest(other)
 

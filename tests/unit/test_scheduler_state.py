@@ -5,7 +5,8 @@ from collections import Counter
 from typing import Any, TypeVar
 
 from dsec_common.errors import DsecError, ErrorCode, unavailable
-from dsec_common.wire.node import Gpu, NodeHeartbeat, Resources
+from dsec_common.wire.network import NetworkMode, NetworkPolicy, NetworkRule
+from dsec_common.wire.node import UPLINK, Gpu, NodeHeartbeat, Resources
 from dsec_common.wire.sandbox import CreateSandbox, Limits, SandboxCreated
 from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.effects import (
@@ -15,7 +16,7 @@ from dsec_scheduler.effects import (
     ReleaseLease,
     Resolve,
     Succeed,
-    TakeLease,
+    TakeUnits,
 )
 from dsec_scheduler.events import (
     CreateAbandoned,
@@ -23,13 +24,13 @@ from dsec_scheduler.events import (
     Event,
     ForgetDue,
     HeartbeatSeen,
-    LeaseRefused,
-    LeaseTaken,
     Moment,
     PlaceRefused,
     PlaceResolved,
     PlaceSucceeded,
     PlaceUnanswered,
+    UnitsRefused,
+    UnitsTaken,
 )
 from dsec_scheduler.state import SchedulerState
 from dsec_scheduler.views import VETO_S
@@ -79,10 +80,14 @@ class Simulation:
             }
             self.handle(HeartbeatSeen(heartbeat=NodeHeartbeat(**fields), at=self.at))
 
-    def ask(self, *, timeout_s: float = 30.0, **limits: Any) -> list[Effect]:
+    def ask(
+        self, *, timeout_s: float = 30.0, network: NetworkPolicy | None = None, **limits: Any
+    ) -> list[Effect]:
         self.ids += 1
         asked = CreateSandbox(
-            base="debian@12", limits=Limits(**{"cpus": 1.0, "memory_bytes": 1000, **limits})
+            base="debian@12",
+            limits=Limits(**{"cpus": 1.0, "memory_bytes": 1000, **limits}),
+            network=network,
         )
         return self.handle(
             CreateAsked(
@@ -130,6 +135,12 @@ def only(effects: list[Effect], kind: type[E]) -> E:
 
 def full() -> DsecError:
     return DsecError(ErrorCode.EXHAUSTED, "full")
+
+
+def units(wish: TakeUnits, node: str) -> UnitsTaken:
+    """Return the event of units that were leased on a node."""
+    at = Moment(START_S, START_S)
+    return UnitsTaken(create_id=wish.create_id, node=node, lease_id="lease-1", at=at)
 
 
 def test_load_is_spread_over_the_nodes() -> None:
@@ -235,8 +246,21 @@ def test_a_node_without_the_layer_rules_out_all_that_share_its_store() -> None:
     missing = DsecError(ErrorCode.NOT_FOUND, "no such layer", details={"store_id": "shared"})
     place = only(simulation.refuse(place, missing), Place)
     assert place.node == "node-3"
-    # What the first said is more telling than that the second was full.
-    assert only(simulation.refuse(place, full()), Refuse).error is missing
+    # What the first said is more telling than that the second was full; and that had no say.
+    error = only(simulation.refuse(place, full()), Refuse).error
+    assert (error.code, error.retryable) == (ErrorCode.NOT_FOUND, True)
+    assert error.message.startswith("no such layer. Not every layer store was looked in: node-3 ")
+    assert "layers_backend" in error.message
+    assert error.details["nodes_not_asked"] == 1
+
+
+def test_a_layer_that_no_store_has_is_not_to_be_asked_for_again() -> None:
+    simulation = Simulation()
+    simulation.beat("node-1", store_id="one")
+    simulation.beat("node-2")
+    missing = DsecError(ErrorCode.NOT_FOUND, "no such layer")
+    place = only(simulation.refuse(simulation.place(), missing), Place)
+    assert only(simulation.refuse(place, missing), Refuse).error is missing
 
 
 def test_the_request_s_own_fault_ends_it() -> None:
@@ -320,43 +344,48 @@ def test_units_are_leased_on_the_node_first_and_given_back_when_it_refuses() -> 
     simulation = Simulation()
     simulation.beat("node-1", "node-2", gpus=GPU)
     simulation.beat("without-gpu")
-    lease = only(simulation.ask(cu=10.0), TakeLease)
-    place = only(
-        simulation.handle(
-            LeaseTaken(create_id=lease.create_id, lease_id="lease-1", at=simulation.at)
-        ),
-        Place,
-    )
-    assert (place.node, place.lease_id) == (lease.node, "lease-1")
+    wish = only(simulation.ask(cu=10.0), TakeUnits)
+
+    def allowed() -> set[str]:
+        names = ("node-1", "node-2", "without-gpu", "unknown")
+        return {it for it in names if simulation.core.may_take(1, it, simulation.at)}
+
+    assert allowed() == {"node-1", "node-2"}
+    place = only(simulation.handle(units(wish, "node-1")), Place)
+    assert (place.node, place.lease_id) == ("node-1", "lease-1")
     released, again = simulation.refuse(place, full())
     assert released == ReleaseLease(lease_id="lease-1")
-    assert isinstance(again, TakeLease)
-    assert again.node != lease.node
+    assert isinstance(again, TakeUnits)
+    assert again.needs != wish.needs
+    assert allowed() == {"node-2"}
 
 
-def test_nodes_without_free_units_are_passed_over_without_an_attempt() -> None:
-    simulation = Simulation(attempts_max=1)
-    names = [f"node-{number}" for number in range(5)]
-    simulation.beat(*names, gpus=GPU)
-    lease = only(simulation.ask(cu=10.0), TakeLease)
-    for _ in range(4):
-        lease = only(
-            simulation.handle(
-                LeaseRefused(create_id=lease.create_id, error=full(), at=simulation.at)
-            ),
-            TakeLease,
-        )
-    effects = simulation.handle(
-        LeaseRefused(create_id=lease.create_id, error=full(), at=simulation.at)
-    )
-    assert only(effects, Refuse).error.code is ErrorCode.EXHAUSTED
+def test_units_are_taken_only_where_the_rest_of_the_sandbox_has_room() -> None:
+    simulation = Simulation()
+    simulation.beat("node-1", capacity=1, gpus=GPU)
+    simulation.beat("node-2", capacity=1, gpus=GPU)
+    first = only(simulation.ask(cu=10.0), TakeUnits)
+    simulation.handle(units(first, "node-1"))
+    second = only(simulation.ask(cu=10.0), TakeUnits)
+    assert not simulation.core.may_take(second.create_id, "node-1", simulation.at)
+    assert simulation.core.may_take(second.create_id, "node-2", simulation.at)
+
+
+def test_what_waits_in_vain_for_units_is_refused_with_the_queue_s_words() -> None:
+    simulation = Simulation()
+    simulation.beat("node-1", gpus=GPU)
+    wish = only(simulation.ask(cu=10.0), TakeUnits)
+    why = full()
+    refused = UnitsRefused(create_id=wish.create_id, error=why, at=simulation.at)
+    assert only(simulation.handle(refused), Refuse).error is why
+    assert not simulation.core.may_take(wish.create_id, "node-1", simulation.at)
 
 
 def test_units_that_a_silent_node_may_still_use_are_not_given_back() -> None:
     simulation = Simulation()
     simulation.beat("node-1", gpus=GPU)
-    lease = only(simulation.ask(cu=10.0), TakeLease)
-    simulation.handle(LeaseTaken(create_id=lease.create_id, lease_id="l", at=simulation.at))
+    lease = only(simulation.ask(cu=10.0), TakeUnits)
+    simulation.handle(units(lease, "node-1"))
     simulation.handle(
         PlaceUnanswered(create_id=lease.create_id, error=unavailable("gone"), at=simulation.at)
     )
@@ -376,13 +405,23 @@ def test_more_than_the_largest_node_is_refused_for_good_and_names_it() -> None:
     assert error.details["memory_bytes"] == 20_000
 
 
+def test_no_sandbox_is_larger_than_the_machine_however_much_is_handed_out_in_all() -> None:
+    simulation = Simulation()
+    simulation.beat("oversold", capacity=20, physical=size(2))
+    error = only(simulation.ask(cpus=4.0), Refuse).error
+    assert (error.code, error.retryable) == (ErrorCode.EXHAUSTED, False)
+    assert error.details["cpus"] == 2.0
+    simulation.beat("larger", capacity=20, physical=size(8))
+    assert {simulation.place(cpus=4.0).node for _ in range(5)} == {"larger"}
+
+
 def test_an_abandoned_creation_leaves_nothing() -> None:
     simulation = Simulation()
     simulation.beat("node-1", gpus=GPU)
-    lease = only(simulation.ask(cu=1.0), TakeLease)
-    simulation.handle(LeaseTaken(create_id=lease.create_id, lease_id="l", at=simulation.at))
+    lease = only(simulation.ask(cu=1.0), TakeUnits)
+    simulation.handle(units(lease, "node-1"))
     abandoned = CreateAbandoned(create_id=lease.create_id, at=simulation.at)
-    assert simulation.handle(abandoned) == [ReleaseLease(lease_id="l")]
+    assert simulation.handle(abandoned) == [ReleaseLease(lease_id="lease-1")]
     assert simulation.handle(abandoned) == []
     view = simulation.core.views.get("node-1")
     assert view is not None
@@ -407,3 +446,46 @@ def test_nodes_that_are_silent_for_long_are_forgotten() -> None:
     simulation.handle(ForgetDue(at=simulation.at))
     assert [view.name for view in simulation.core.views] == ["node-2"]
     simulation.succeed(place)
+
+
+OPEN = NetworkPolicy(mode=NetworkMode.OPEN)
+
+
+def test_what_needs_the_outside_goes_to_nodes_that_lead_there() -> None:
+    simulation = Simulation()
+    simulation.beat("in-1", "in-2", "in-3", missing={UPLINK: "the host has no default route"})
+    simulation.beat("out", capacity=20)
+    places = [only(simulation.ask(network=OPEN), Place) for _ in range(10)]
+    assert {place.node for place in places} == {"out"}
+
+
+def test_what_needs_the_outside_is_refused_where_no_node_leads_there() -> None:
+    simulation = Simulation()
+    simulation.beat("in-1", missing={UPLINK: "the host has no default route"})
+    refusal = only(simulation.ask(network=OPEN), Refuse)
+    assert refusal.error.code is ErrorCode.UNSUPPORTED
+    assert "in-1: the host has no default route" in refusal.error.message
+    assert "uplink" in refusal.error.message
+    inside = NetworkPolicy(mode=NetworkMode.ALLOW, allow=(NetworkRule(cidr="10.0.0.0/8"),))
+    assert only(simulation.ask(network=inside), Place).node == "in-1"
+    assert only(simulation.ask(), Place).node == "in-1"
+
+
+def test_a_heartbeat_that_arrives_twice_or_late_is_put_right_by_the_next() -> None:
+    simulation = Simulation()
+    simulation.beat("node-1", capacity=10)
+    view = simulation.core.views.get("node-1")
+    assert view is not None
+    early, late = (
+        NodeHeartbeat(
+            node="node-1",
+            epoch=view.heartbeat.epoch,
+            sent_at=START_S + at,
+            capacity=view.heartbeat.capacity,
+            allocated=Resources(cpus=at, memory_bytes=0, sandboxes=int(at)),
+        )
+        for at in (1.0, 2.0)
+    )
+    for heartbeat in (late, late, early, late):
+        simulation.handle(HeartbeatSeen(heartbeat=heartbeat, at=simulation.at))
+    assert view.taken() == late.allocated

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from dsec.channel import may_ask_again, wait_before
+from dsec.channel import Channel, may_ask_again, wait_before
 from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError, ErrorCode
+from dsec_common.wire.node import NodeList
+from dsec_common.wire.sandbox import CreateSandbox
 
 
 @pytest.mark.parametrize(
@@ -31,3 +35,35 @@ def test_the_server_says_how_long_to_wait_else_the_wait_grows_to_a_limit() -> No
     silent = DsecError(ErrorCode.EXHAUSTED, "full")
     assert wait_before(1, silent) < wait_before(4, silent)
     assert wait_before(30, silent) <= 2.5
+
+
+class FullPlatform:
+    """A bus on which every request is refused at once, noting what was asked."""
+
+    def __init__(self, wait_s: float) -> None:
+        self.asked: list[tuple[CreateSandbox, float]] = []
+        self._wait_s = wait_s
+
+    async def request(
+        self, _subject: str, message: CreateSandbox, _reply: Any, *, timeout_s: float
+    ) -> Any:
+        self.asked.append((message, timeout_s))
+        raise DsecError(ErrorCode.EXHAUSTED, "full", retry_after_s=self._wait_s)
+
+
+async def test_another_attempt_asks_for_no_more_time_than_is_left() -> None:
+    bus: Any = FullPlatform(wait_s=0.05)
+    channel = Channel(bus, "default")
+    with pytest.raises(DsecError, match="full"):
+        await channel.ask(
+            "create",
+            CreateSandbox(base="b@1", timeout_s=0.3),
+            NodeList,
+            timeout_s=0.3,
+            shortened=lambda left_s: CreateSandbox(base="b@1", timeout_s=left_s),
+        )
+    first, *others = bus.asked
+    assert first[0].timeout_s == 0.3
+    assert others
+    for message, waited_for_s in others:
+        assert message.timeout_s == waited_for_s < 0.3

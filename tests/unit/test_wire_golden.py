@@ -18,11 +18,49 @@ import msgspec
 import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.wire import base, layer, lease, node, rollout, sandbox, trace
+from dsec_common.wire import (
+    agent,
+    base,
+    cost,
+    dag,
+    elastic,
+    files,
+    layer,
+    lease,
+    life,
+    network,
+    node,
+    pool,
+    rollout,
+    sandbox,
+    snapshot,
+    trace,
+    waiting,
+)
+from dsec_common.wire import exec as exec_
 from dsec_common.wire.base import JSON, MSGPACK, Message
 
 GOLDEN = Path(__file__).parent / "golden"
-MODULES = (base, sandbox, node, layer, lease, rollout, trace)
+MODULES = (
+    agent,
+    dag,
+    base,
+    cost,
+    elastic,
+    sandbox,
+    exec_,
+    files,
+    life,
+    network,
+    node,
+    layer,
+    lease,
+    pool,
+    rollout,
+    snapshot,
+    trace,
+    waiting,
+)
 
 MESSAGES: dict[str, type[Message]] = {
     name: kind
@@ -42,7 +80,7 @@ def example_value(kind: Any, name: str) -> Any:  # noqa: PLR0911  one line for e
     if origin is tuple:
         return (example_value(arguments[0], name),)
     if origin is dict:
-        return {"key": example_value(arguments[1], name)}
+        return {7 if arguments[0] is int else "key": example_value(arguments[1], name)}
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return example(kind)
     if isinstance(kind, type) and issubclass(kind, Enum):

@@ -7,7 +7,7 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS dependencies
 RUN if ! command -v gcc || ! command -v make || ! find /usr/lib -name libc.a | grep -q .; then \
       apt-get update \
-      && apt-get install --yes --no-install-recommends gcc libc6-dev linux-libc-dev make \
+      && apt-get install --yes --no-install-recommends gcc libc6-dev linux-libc-dev make musl-tools \
       && rm -rf /var/lib/apt/lists/*; \
     fi
 COPY pyproject.toml /source/

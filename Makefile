@@ -7,6 +7,12 @@ STAMP := $(VENV)/.dsec-installed
 PYTHON3 ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
+# Each failure is told in full when it happens, and by name at the end.
+TOLD := -q --instafail
+# Tests wait more than they work; each file's tests stay in one process, the longest first.
+PROCESSES ?= 2
+AT_ONCE := $(TOLD) --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -23,6 +29,8 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard services/sandboxd/src/dsec_sa
 	@scripts/system-packages
 	@test -x $(PYTHON) || $(PYTHON3) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@# The exact solver that ours is compared with; it asks for an older protobuf, which it does not use.
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps 'ortools>=9.12,<10'
 	@touch $@
 
 .PHONY: install
@@ -97,14 +105,24 @@ machines: $(STAMP)  ## The services as containers, and cgroup v2 alone in an emu
 
 .PHONY: security
 security: $(STAMP)  ## What an attacker tries (as root)
-	$(PYTHON) -m pytest tests/security -q
+	DSEC_TESTS_MAY_NOT_SKIP=1 $(PYTHON) -m pytest tests/security -q
+
+.PHONY: inspect
+inspect: $(STAMP)  ## Inspect AI's own conformance checks, and an evaluation, on DSec sandboxes (as root)
+	DSEC_TESTS_MAY_NOT_SKIP=1 $(PYTHON) -m pytest -q \
+		tests/e2e/test_inspect_checks.py tests/e2e/test_inspect_eval.py
 
 .PHONY: test
 test: check  ## All that CI checks (installs what only tests need)
 	@scripts/system-packages --for-tests
 	@$(PYTHON) -m dsec_common.embedded.kafka fetch
-	$(PYTHON) -m pytest -q
+	@$(PYTHON) -m pytest $(AT_ONCE) -m "not alone" || status=1; \
+	$(PYTHON) -m pytest $(TOLD) -m alone || status=1; exit $$status
 
 .PHONY: bench
 bench: $(STAMP)  ## All benchmarks, each beside the kernel's limit
 	$(PYTHON) -m benchmarks all
+
+.PHONY: soak
+soak: $(STAMP)  ## Random use under kill -9 of every part; SOAK_SECONDS=600, SOAK_SEED (as root)
+	$(PYTHON) -m soak $(if $(SOAK_SEED),--seed $(SOAK_SEED))

@@ -19,7 +19,11 @@ from pathlib import Path
 import pluggy
 import pytest
 
-from sharing_out import pytest_collection_modifyitems, pytest_configure  # noqa: F401  hooks
+from sharing_out import (
+    SESSION_PLATFORM,
+    pytest_collection_modifyitems,  # noqa: F401  a hook
+    pytest_configure,  # noqa: F401  a hook
+)
 
 # Set where every feature is known to be there (in CI): then a skipped test is a failed one.
 NOTHING_MAY_SKIP = os.environ.get("DSEC_TESTS_MAY_NOT_SKIP", "") == "1"
@@ -84,30 +88,18 @@ def _cgroups() -> dict[str, str]:
     """Return the nodes' directories in every hierarchy: the v1 controllers', v2's own, or both."""
     root = Path("/sys/fs/cgroup")
     found = (path for pattern in ("dsec-*", "*/dsec-*") for path in root.glob(pattern))
-    return {str(path): "" for path in found if not _is_another_runs(path.name)}
+    return {str(path): "" for path in found if _may_be_a_tests(path.name)}
 
 
-def _is_another_runs(name: str) -> bool:
-    """Return whether a node is named after a living process that is neither this one nor below it.
+def _may_be_a_tests(name: str) -> bool:
+    """Return whether one of this process's tests may have made a node of this name.
 
-    Tests and benchmarks name their nodes after themselves; several may run on one machine.
+    Whatever makes nodes in a test or a benchmark names them after its process, and several run on
+    one machine. The platform of all end-to-end tests says itself what it leaves.
     """
-    return any(
-        Path(f"/proc/{number}").is_dir() and not _is_below_us(int(number))
-        for number in re.findall(r"\d{3,}", name)
-    )
-
-
-def _is_below_us(pid: int) -> bool:
-    while pid > 1:
-        if pid == os.getpid():
-            return True
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return False
-        pid = int(stat.rpartition(")")[2].split()[1])
-    return False
+    if name.startswith(f"dsec-{SESSION_PLATFORM}{os.getpid()}-"):
+        return False
+    return all(int(number) == os.getpid() for number in re.findall(r"\d{3,}", name))
 
 
 _KINDS = {

@@ -13,6 +13,9 @@ from typing import Final
 
 import pytest
 
+SESSION_PLATFORM: Final = "t"
+"""What the nodes of a process's platform for all its end-to-end tests begin with, before its id."""
+
 # The longest come first, so that at the end no process waits for another one's last long file.
 _ORDER: Final = ("machines", "e2e", "contract", "security", "kernel", "component", "unit")
 _CLONE_NEWNS: Final = 0x00020000

@@ -23,6 +23,7 @@ from dsec.client import DSecClient
 from dsec.connection import Context, read_context
 from dsec.rootfs import build_host_rootfs
 from dsec.stack.layout import Layout
+from sharing_out import SESSION_PLATFORM
 
 BASE = "host@1"
 STOP_TIMEOUT_S = 90.0
@@ -31,7 +32,7 @@ STOP_TIMEOUT_S = 90.0
 class Stack:
     """One running platform; :meth:`start` it, :meth:`stop` it, :meth:`leftovers` tells the rest."""
 
-    def __init__(self, directory: Path, *, name: str = "t", nodes: int = 1) -> None:
+    def __init__(self, directory: Path, *, name: str = SESSION_PLATFORM, nodes: int = 1) -> None:
         self.directory = directory
         self.prefix = f"{name}{os.getpid()}"
         self.node_names = tuple(f"{self.prefix}-{number}" for number in range(1, nodes + 1))
@@ -208,7 +209,7 @@ def _command_lines() -> list[str]:
 
 @contextlib.contextmanager
 def running_stack(
-    directory: Path, *options: str, name: str = "t", nodes: int = 1
+    directory: Path, *options: str, name: str = SESSION_PLATFORM, nodes: int = 1
 ) -> Iterator[Stack]:
     """Yield a platform that runs; afterwards it has stopped in order and left nothing."""
     if os.geteuid() != 0:

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from broker_world import START_S, World, heartbeat
 from dsec_broker.config import BrokerConfig
 from dsec_common.compute.model import GpuDemand
-from dsec_common.wire.lease import GrantLease, LeaseGranted
+from dsec_common.wire.lease import GrantLease, LeaseGranted, LeasesUnlocked
 
 A100 = "NVIDIA A100-SXM4-40GB"
 GPUS = (A100, A100, "NVIDIA L40")
@@ -45,6 +45,15 @@ class Leases(RuleBasedStateMachine):
 
     def any_lease(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.granted) or ["node-1.nothing"]))
+
+    def ended_by_force(self) -> set[tuple[str, int]]:
+        return {
+            (lease.lease_id, lease.token)
+            for broker in self.world.brokers
+            for reply in broker.answers.values()
+            if isinstance(reply, LeasesUnlocked)
+            for lease in reply.leases
+        }
 
     @rule(broker=brokers, node=st.sampled_from(("", *NODES)), demand=demands)
     def grant(self, broker: int, node: str, demand: GpuDemand) -> None:
@@ -147,9 +156,8 @@ class Leases(RuleBasedStateMachine):
                     continue
                 assert reply.token not in self.tokens[reply.node]
                 assert known is None or reply.token > known.token
-                record = self.world.record(reply.node)
                 # One write may hold a grant and the end by force that was asked for after it.
-                if reply.lease_id not in {revoked.lease_id for revoked in record.revoked}:
+                if (reply.lease_id, reply.token) not in self.ended_by_force():
                     assert self.world.lease(reply.lease_id).token == reply.token
                 self.tokens[reply.node].add(reply.token)
                 self.granted[reply.lease_id] = reply

@@ -138,6 +138,19 @@ def test_run_and_call_take_what_create_and_exec_take(stack: Stack, base: str) ->
     stack.dsec("snapshot", "rm", snapshot)
 
 
+@pytest.mark.parametrize("queue", [(), ("--queue",)], ids=["asked", "queued"])
+def test_commands_that_name_neither_directory_nor_user_take_those_of_create(
+    stack: Stack, base: str, queue: tuple[str, ...]
+) -> None:
+    asked = ("sandbox", "create", *queue, "--cwd", "/tmp", "--user", "nobody", base)
+    name = stack.dsec(*asked).stdout.strip()
+    line = 'echo "$PWD $(id -un)"'
+    assert stack.dsec("sandbox", "exec", "-c", name, line).stdout == "/tmp nobody\n"
+    named = stack.dsec("sandbox", "exec", "-w", "/usr", "-u", "root", "-c", name, line)
+    assert named.stdout == "/usr root\n"
+    stack.dsec("sandbox", "rm", name)
+
+
 def test_cp_copies_files_and_directories_both_ways(
     stack: Stack, sandbox: str, tmp_path: Path
 ) -> None:

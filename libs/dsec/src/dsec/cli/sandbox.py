@@ -63,6 +63,13 @@ def create(
     priority: Annotated[int, typer.Option(help="Of those that wait for units.")] = 0,
     request_id: Annotated[str, typer.Option(help="To ask by while it waits for units.")] = "",
     env: Env = None,
+    cwd: Annotated[
+        str, typer.Option("--cwd", "-w", help="Of commands that name none; else its image's, or /.")
+    ] = "",
+    user: Annotated[
+        str,
+        typer.Option("--user", "-u", help="Of commands that name none; else its image's, or root."),
+    ] = "",
     label: Labels = None,
     agent: Agent = "",
     agent_version: AgentVersion = "",
@@ -123,6 +130,8 @@ def create(
                 toolkits=toolkit or (),
                 limits=limits,
                 env=variables,
+                cwd=cwd,
+                user=user,
                 labels=labels,
                 agent=agent,
                 agent_version=agent_version,

@@ -284,13 +284,21 @@ async def test_a_file_that_grows_while_it_is_downloaded_is_as_long_as_it_was(
 
     verdict = await all_of("d1", "echo more >> /log")
     assert (verdict.size_bytes, verdict.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert (await all_of("d2", "touch /log")).sha256 == verdict.sha256
     # What was read has changed, too, and only the end of the download can tell.
-    changed = "printf x | dd of=/log conv=notrunc status=none; echo more >> /log"
-    assert (await refused(all_of("d2", changed))).code is ErrorCode.CONFLICT
-    writer = await sandbox.start("while echo a line of a log >> /log; do :; done")
+    changed = "printf x | dd of=/log conv=notrunc status=none"
+    for number, after in enumerate(("", "; echo more >> /log")):
+        error = await refused(all_of(f"d3{number}", changed + after))
+        assert error.code is ErrorCode.CONFLICT
+    await sandbox.make_directory("/logs")
+    line = "echo a line of a log"
+    writer = await sandbox.start(f"while {line} >> /log && {line} >> /logs/log; do :; done")
     async with writer:
         found = await sandbox.read_file("/log")
         await sandbox.download("/log", tmp_path / "log")
+        await sandbox.download("/logs", tmp_path / "logs")
+    logged = (tmp_path / "logs" / "log").read_bytes()
+    assert logged == (b"a line of a log\n" * (len(logged) // 16 + 1))[: len(logged)]
     assert found[1 : len(data)] == data[1:]
     assert (tmp_path / "log").stat().st_size >= len(found) > len(data)
 

@@ -170,18 +170,40 @@ async def test_a_tree_is_read_as_its_user_may(world: World) -> None:
     assert sorted(members_of(await pack(world, "/tmp/t", user="dev"))) == ["a", "root"]
 
 
-async def test_a_file_that_shrinks_while_it_is_packed_is_a_conflict(world: World) -> None:
-    await world.create(disk_bytes=32 * MIB)
-    await world.say("mkdir /tmp/t; head -c 16777216 /dev/zero > /tmp/t/file")
+async def _pack_while(world: World, line: str) -> bytes:
+    """Pack a directory whose file is larger than what waits on the way; run a line meanwhile."""
+    await world.create(disk_bytes=48 * MIB)
+    await world.say("mkdir /tmp/t; yes 'a line of a log' | head -c 16777217 > /tmp/t/file")
     with await world.kernel.pack_tree("a", "/tmp/t") as source:
-        await source.receive()
-        await world.say(": > /tmp/t/file")
+        pieces = [await source.receive()]
+        await world.say(line)
+        while piece := await source.receive():
+            pieces.append(piece)
+    return b"".join(pieces)
 
-        async def rest() -> None:
-            while await source.receive():
-                pass
 
-        error = await refused(rest())
+@pytest.mark.parametrize("line", ["yes more | head -c 100000 >> /tmp/t/file", "touch /tmp/t/file"])
+async def test_a_file_that_grows_while_it_is_packed_is_as_long_as_it_was(
+    world: World, line: str
+) -> None:
+    content = members_of(await _pack_while(world, line))["file"][2]
+    assert content == (b"a line of a log\n" * (1 + MIB))[: 16 * MIB + 1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ": > /tmp/t/file",
+        "truncate -s -1 /tmp/t/file",
+        "printf x | dd of=/tmp/t/file conv=notrunc",
+        "printf x | dd of=/tmp/t/file conv=notrunc; echo more >> /tmp/t/file",
+        "yes 'a line of another' | head -c 20000000 > /tmp/t/file",
+    ],
+)
+async def test_a_file_that_changes_otherwise_while_it_is_packed_is_a_conflict(
+    world: World, line: str
+) -> None:
+    error = await refused(_pack_while(world, line))
     assert (error.code, error.details["path"]) == (ErrorCode.CONFLICT, "/tmp/t/file")
 
 

@@ -57,14 +57,14 @@ class _Download:
         """Read a piece; those in front of it may come later, within a window.
 
         Raises:
-            DsecError: ``conflict`` when the file has changed since it was opened, other than by
-                growing; whether what it held then has changed, too, is seen at the end.
+            DsecError: ``conflict`` when the file has become shorter since it was opened; whether
+                what it held then has changed is seen at the end.
         """
         if self._descriptor < 0:
             raise _changed(self.path)
         left_bytes = max(self._size_bytes - message.offset, 0)
         chunk = read_piece(self._descriptor, message)
-        if chunk.version != self._version and chunk.size_bytes <= self._size_bytes:
+        if chunk.size_bytes < self._size_bytes:
             raise _changed(self.path)
         data = chunk.data[:left_bytes]
         if len(data) < min(left_bytes, message.length):  # cut off after the look at its size
@@ -102,7 +102,7 @@ class _Download:
                 "final", f"{self._hashed_bytes} of {self._size_bytes} bytes were read in order"
             )
         if _version(found) != self._version:
-            await self._check_grown(found)
+            await self._check_unchanged(found)
         return FileChunk(
             cause_id=message.message_id,
             data=b"",
@@ -114,12 +114,13 @@ class _Download:
             sha256=self._hash.hexdigest(),
         )
 
-    async def _check_grown(self, found: os.stat_result) -> None:
-        """Return if a file that changed still begins with all that was read of it.
+    async def _check_unchanged(self, found: os.stat_result) -> None:
+        """Return if a file that was written to still begins with all that was read of it.
 
-        Then all of it was there at one time: when the first reading had ended.
+        Then all of it was there at one time: when the first reading had ended. (A file that grows
+        has its new time a moment before its new size.)
         """
-        if found.st_size <= self._size_bytes:
+        if found.st_size < self._size_bytes:
             raise _changed(self.path)
         descriptor = os.dup(self._descriptor)  # the other may be closed meanwhile
         try:

@@ -282,7 +282,8 @@ class Trees:
 
         Raises:
             DsecError: ``not_found``, ``denied`` or ``invalid`` with ``details["reason"]``;
-                ``conflict`` when a file changed while it was read.
+                ``conflict`` when a file changed while it was read, other than by growing: it is as
+                long as it was when its turn came.
         """
         message = request.message
         record = self._desk.checked(request, message.path)

@@ -168,8 +168,9 @@ class TreeSource(Held, Protocol):
         """Return the next piece, of at most 64 KiB; empty at the end, which says all is there.
 
         Raises:
-            DsecError: ``conflict`` when a file changed while it was read; ``denied`` for what may
-                not be read; ``unavailable`` when the stream was cut.
+            DsecError: ``conflict`` when a file became shorter, or what it held another, while it
+                was read; ``denied`` for what may not be read; ``unavailable`` when the stream was
+                cut.
         """
         ...
 

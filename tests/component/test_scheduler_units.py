@@ -20,7 +20,15 @@ from dsec_common.compute.model import GpuDemand, ServiceClass
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.testing.nats import nats_for_tests
 from dsec_common.wire.node import Gpu
-from dsec_common.wire.sandbox import CreateSandbox, SandboxCreated, SandboxRefused, SandboxRunning
+from dsec_common.wire.pool import CallFunction, FunctionResult
+from dsec_common.wire.sandbox import (
+    CreateSandbox,
+    ExecCommand,
+    Limits,
+    SandboxCreated,
+    SandboxRefused,
+    SandboxRunning,
+)
 from dsec_common.wire.waiting import (
     CancelWaiting,
     CreateGang,
@@ -159,6 +167,32 @@ async def test_sandboxes_without_gpus_pass_by_any_number_that_wait(plane: Contro
     assert not any(it.done() for it in pending)
     for each in pending:
         each.cancel()
+
+
+def call(**changes: Any) -> CallFunction:
+    return CallFunction(base="debian@12", command=ExecCommand(argv=("true",)), **changes)
+
+
+async def test_calls_that_wait_for_units_hold_no_place_of_those_that_want_none(
+    plane: ControlPlane,
+) -> None:
+    node = await plane.node("gpu-1", gpus=gpus(1))
+    await plane.scheduler(concurrency=4)
+    user = await plane.project()
+    first = await create(user, wants(100.0))
+    asked = [call(limits=Limits(cu=10.0), timeout_s=30.0) for _ in range(8)]
+    subject = subjects.function_call("default")
+    pending = [
+        asyncio.create_task(user.request(subject, it, FunctionResult, timeout_s=40.0))
+        for it in asked
+    ]
+    for it in asked:
+        await waiting(user, it.message_id)
+    await user.request(subject, call(), FunctionResult, timeout_s=10.0)
+    assert not any(it.done() for it in pending)
+    await end(node, first)
+    answers = await asyncio.gather(*pending)
+    assert len({it.sandbox_id for it in answers}) == len(asked)
 
 
 async def test_a_scheduler_that_stops_sends_those_who_wait_to_another(plane: ControlPlane) -> None:

@@ -29,7 +29,7 @@ from dsec_scheduler import admission, metrics
 from dsec_scheduler.agents.part import AgentPart
 from dsec_scheduler.agents.registry import Registry
 from dsec_scheduler.agents.resolving import Resolver
-from dsec_scheduler.calls import CallDoor
+from dsec_scheduler.calls import CallDoor, request_of
 from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.creation import Creation
 from dsec_scheduler.dags.part import DagPart
@@ -75,6 +75,7 @@ class SchedulerService(Service[SchedulerConfig]):
         self._waits: set[asyncio.Task[None]] = set()
         self._creation: Creation
         self._pools: PoolDoor
+        self._calls: CallDoor
         self._registry: Registry
         self._agents: Resolver
         self._agent_part: AgentPart
@@ -124,6 +125,7 @@ class SchedulerService(Service[SchedulerConfig]):
             self.clock,
         )
         self._pools = PoolDoor(self.bus, pools, self._open_heartbeats, self.clock)
+        self._calls = CallDoor(self._creation, self._agents, self.config.request_timeout_max_s)
         self._dags = await DagPart.open(
             self.bus, self._registry, self._creation, self.clock, self.config
         )
@@ -154,10 +156,7 @@ class SchedulerService(Service[SchedulerConfig]):
         await self.bus.serve(
             subjects.any_project("sandbox.list"), ListSandboxes, self._list, queue=QUEUE
         )
-        pools, calls = (
-            self._pools,
-            CallDoor(self._creation, self._agents, self.config.request_timeout_max_s),
-        )
+        pools = self._pools
         await self.bus.serve(subjects.any_project("pool.set"), SetPool, pools.set, queue=QUEUE)
         await self.bus.serve(
             subjects.any_project("pool.list"), ListPools, pools.list_pools, queue=QUEUE
@@ -168,7 +167,7 @@ class SchedulerService(Service[SchedulerConfig]):
         await self.bus.serve(
             subjects.any_project("function.call"),
             CallFunction,
-            calls.call,
+            self._call,
             queue=QUEUE,
             concurrency=self.config.concurrency,
             max_pending=4 * self.config.concurrency,
@@ -230,6 +229,12 @@ class SchedulerService(Service[SchedulerConfig]):
 
     async def _create_gang(self, asked: Request[CreateGang]) -> None:
         self._answer_later(asked, self._gangs.create(asked))
+
+    async def _call(self, asked: Request[CallFunction]) -> Message | None:
+        if request_of(asked.message).gpu_demand is None:
+            return await self._calls.call(asked)
+        self._answer_later(asked, self._calls.call(asked))
+        return None
 
     def _answer_later(self, asked: Request[Any], work: Awaitable[Message | None]) -> None:
         """Have what may wait for long hold no place of those who need not."""

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 
 from dsec_broker.elastic_config import ElasticConfig
 from dsec_broker.record import Lease, NodeRecord
-from dsec_broker.shares import rank_of
-from dsec_common.compute.conservation import Share, balance, nodes_for
+from dsec_common.compute.conservation import Share, balance, nodes_for, rank_of
 from dsec_common.compute.model import Card
 from dsec_common.compute.resizing import bounds_of
 from dsec_common.wire.node import NodeHeartbeat

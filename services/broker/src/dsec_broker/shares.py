@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dsec_common.compute.model import ServiceClass, Slice
-from dsec_common.compute.resizing import resized
+from dsec_common.compute.conservation import Rank, rank_of
+from dsec_common.compute.model import Slice
+from dsec_common.compute.resizing import least_of, resized
 
 if TYPE_CHECKING:
     from dsec_broker.books import Books
     from dsec_broker.record import Lease, NodeRecord
     from dsec_common.wire.lease import GrantLease
     from dsec_common.wire.node import NodeHeartbeat
-
-_IMPORTANCE: Final = {
-    ServiceClass.BATCH: 0,
-    ServiceClass.STANDARD: 1,
-    ServiceClass.REALTIME: 2,
-}
-
-Rank = tuple[int, int]
-
-
-def rank_of(service_class: ServiceClass, priority: int) -> Rank:
-    """Return how important a lease is: by its class, then by its priority."""
-    return _IMPORTANCE[service_class], priority
 
 
 def resize(books: Books, targets: Mapping[str, float], reason: str) -> None:
@@ -106,8 +94,8 @@ def _shrinkable(books: Books, rank: Rank) -> list[_Shrunk]:
         lease_rank = rank_of(lease.service_class, lease.priority)
         if lease_rank >= rank:
             continue
-        slices = resized(lease.slices, cards, lease.demand, 0.0)
-        if slices != lease.slices and sum(it.cu for it in slices) < lease.cu:
+        slices = least_of(lease.slices, cards, lease.demand)
+        if slices is not None:
             found.append((lease_rank, lease.slices[0].card, lease.token, _Shrunk(lease, slices)))
     return [candidate for *_, candidate in sorted(found, key=lambda it: it[:3])]
 

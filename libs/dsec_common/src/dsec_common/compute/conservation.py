@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
+
+from dsec_common.compute.model import ServiceClass
 
 UTILISATION_FACTOR: Final = 0.85
 """The part of all Compute Units that may be handed out before leases shrink."""
@@ -23,6 +25,20 @@ BURST_FACTOR: Final = 0.80
 
 _TOLERANCE: Final = 1e-9
 """Sums of units such as 0.1 are not exact."""
+
+_IMPORTANCE: Final = {
+    ServiceClass.BATCH: 0,
+    ServiceClass.STANDARD: 1,
+    ServiceClass.REALTIME: 2,
+}
+
+Rank: TypeAlias = tuple[int, int]
+"""How important a lease is: the smaller shrinks for the larger, and equals for each other never."""
+
+
+def rank_of(service_class: ServiceClass, priority: int) -> Rank:
+    """Return how important a lease is: by its class, then by its priority."""
+    return _IMPORTANCE[service_class], priority
 
 
 class Share(NamedTuple):

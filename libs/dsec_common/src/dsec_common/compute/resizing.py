@@ -71,6 +71,17 @@ def resized(
     return tuple(part_of_card(cards[slice_.card], percent, each_bytes) for slice_ in slices)
 
 
+def least_of(
+    slices: Sequence[Slice], cards: Mapping[str, Card], demand: GpuDemand
+) -> tuple[Slice, ...] | None:
+    """Return the slices of a lease that has what was promised to it and no more.
+
+    None for one that has nothing beyond that to give.
+    """
+    fewest = resized(slices, cards, demand, 0.0)
+    return fewest if math.fsum(it.cu for it in fewest) < math.fsum(it.cu for it in slices) else None
+
+
 def _percents(
     slices: Sequence[Slice], cards: Mapping[str, Card], demand: GpuDemand
 ) -> tuple[int, int] | None:

@@ -12,12 +12,13 @@ import asyncio
 import functools
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
+from nats.errors import MaxPayloadError
 
 Receive = Callable[[Msg], Awaitable[None]]
 
@@ -59,7 +60,6 @@ class DirectClient(Client):
             self._status != Client.CONNECTED
             or self._pending
             or type(transport) is not TcpTransport
-            or len(payload) > self._max_payload
             or not _SUBJECT.fullmatch(subject)
             or (reply and not _SUBJECT.fullmatch(reply))
         ):
@@ -74,11 +74,27 @@ class DirectClient(Client):
         if head is None:
             return False
         size = len(head) + len(payload)
+        if size > self._max_payload:
+            return False
         operation = f"HPUB {subject} {reply} {len(head)}" if head else f"PUB {subject} {reply}"
         stream.write(b"%s %d\r\n%s%s\r\n" % (operation.encode(), size, head, payload))
         self.stats["out_msgs"] += 1
         self.stats["out_bytes"] += len(payload)
         return True
+
+    async def _send_publish(
+        self,
+        subject: str,
+        reply: str,
+        payload: bytes,
+        payload_size: int,
+        headers: dict[str, Any] | None,
+    ) -> None:
+        # The server counts headers, too, and has done with whoever sends too much. The library
+        # looks at the body alone.
+        if payload_size + _size_of(headers or {}) > self._max_payload:
+            raise MaxPayloadError
+        await super()._send_publish(subject, reply, payload, payload_size, headers)
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._direct.pop(sid, None)
@@ -120,6 +136,12 @@ def header_block(headers: Mapping[str, str]) -> bytes | None:
     if not (len(lines) == len(headers) == text.count("\n") == text.count("\r")):
         return None
     return b"%s%s\r\n" % (_PREAMBLE, text.encode())
+
+
+def _size_of(headers: Mapping[str, str]) -> int:
+    """Return how many bytes headers take at most."""
+    lines = sum(len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items())
+    return len(_PREAMBLE) + lines + 2 if headers else 0
 
 
 def plain_headers(block: bytes) -> dict[str, str] | None:

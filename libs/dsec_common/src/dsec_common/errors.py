@@ -57,13 +57,18 @@ STATUS_OF: Final[dict[ErrorCode, int]] = {
 
 _RETRYABLE: Final = frozenset({ErrorCode.EXHAUSTED, ErrorCode.UNAVAILABLE, ErrorCode.TIMEOUT})
 
+TEXT_CHARACTERS_MAX: Final = 4096
+"""Of an error's message, and of each text in its details; what is longer ends with ``…``."""
+
 
 class DsecError(Exception):
     """A failure with a code from the closed set.
 
     Args:
         code: which kind of failure.
-        message: what failed, where, and what to do, in one or two sentences.
+        message: what failed, where, and what to do, in one or two sentences. It may quote what a
+            caller named, which may be as long as a message, and an error is sent and logged several
+            times over: hence :data:`TEXT_CHARACTERS_MAX`.
         retryable: whether the same request may succeed later; by default what the code implies.
         retry_after_s: seconds to wait before a retry; 0 means the caller chooses.
         details: flat facts for programs (ids, limits, paths inside the sandbox, errno names).
@@ -78,18 +83,26 @@ class DsecError(Exception):
         retry_after_s: float = 0.0,
         details: dict[str, Detail] | None = None,
     ) -> None:
+        message = _shortened(message)
         super().__init__(message)
         self.code = code
         self.message = message
         self.retryable = code in _RETRYABLE if retryable is None else retryable
         self.retry_after_s = retry_after_s
-        self.details: dict[str, Detail] = details or {}
+        self.details: dict[str, Detail] = {
+            name: _shortened(value) if isinstance(value, str) else value
+            for name, value in (details or {}).items()
+        }
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"
 
     def __repr__(self) -> str:
         return f"DsecError({self.code.value!r}, {self.message!r}, details={self.details!r})"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= TEXT_CHARACTERS_MAX else f"{text[: TEXT_CHARACTERS_MAX - 1]}…"
 
 
 def invalid(message: str, **details: Detail) -> DsecError:

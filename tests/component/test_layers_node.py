@@ -15,6 +15,7 @@ import pytest
 from dsec_common import subjects
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.base import Message
+from dsec_common.wire.files import FILE_CHUNK_BYTES
 from dsec_common.wire.layer import (
     ArchiveFormat,
     CommandDefaults,
@@ -30,13 +31,7 @@ from dsec_common.wire.layer import (
     TagLayer,
     UploadLayerChunk,
 )
-from dsec_common.wire.sandbox import (
-    FILE_CHUNK_BYTES,
-    CreateSandbox,
-    DeleteSandbox,
-    SandboxCreated,
-    SandboxDeleted,
-)
+from dsec_common.wire.sandbox import CreateSandbox, DeleteSandbox, SandboxCreated, SandboxDeleted
 from dsec_common.wire.snapshot import ForkSandbox, SandboxForked, SnapshotInfo, TakeSnapshot
 from dsec_sandboxd.layers.nats_storage import NatsStorage
 from dsec_sandboxd.layers.object_backend import ObjectBackend

@@ -11,7 +11,8 @@ import pytest
 from dsec.channel import Channel
 from dsec.sandbox import Sandbox
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.wire.sandbox import CreateSandbox, FileKind
+from dsec_common.wire.files import FileKind
+from dsec_common.wire.sandbox import CreateSandbox
 from dsec_sandboxd.file_copies import COPIES_PER_SANDBOX
 from refusals import refused
 from sandboxd_node import BASE, TOOLKIT, NodeForTests, node_for_tests

@@ -13,8 +13,8 @@ import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.exec import ExecInfo, StartExec
-from dsec_common.wire.files import TreeWritten, WriteTree
-from dsec_common.wire.sandbox import FILE_CHUNK_BYTES, ExecCommand, ExecResult
+from dsec_common.wire.files import FILE_CHUNK_BYTES, TreeWritten, WriteTree
+from dsec_common.wire.sandbox import ExecCommand, ExecResult
 from dsec_sandboxd.commands import STDIN_UNDER_WAY_BYTES_MAX
 from dsec_sandboxd.file_trees import TREE_PIECES_WAITING_MAX
 from dsec_sandboxd.kernel.descriptors import (

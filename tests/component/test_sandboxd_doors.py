@@ -24,6 +24,7 @@ from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.log import LogConsumer, StartAt
 from dsec_common.testing.kafka import kafka_for_tests
 from dsec_common.wire.base import Message
+from dsec_common.wire.files import FILE_CHUNK_BYTES
 from dsec_common.wire.layer import (
     ImportLayer,
     InspectLayer,
@@ -38,7 +39,6 @@ from dsec_common.wire.layer import (
     UploadLayerChunk,
 )
 from dsec_common.wire.sandbox import (
-    FILE_CHUNK_BYTES,
     CreateSandbox,
     DeleteSandbox,
     EndCause,

@@ -19,24 +19,21 @@ from dsec import Sandbox
 from dsec.channel import Channel
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.files import (
+    FILE_CHUNK_BYTES,
+    DirectoryListing,
     FileChange,
+    FileChunk,
     FileEvents,
+    FileKind,
+    ListDirectory,
+    ReadFile,
     ReadTree,
     TreeChunk,
     TreeWritten,
     WatchFiles,
     WriteTree,
 )
-from dsec_common.wire.sandbox import (
-    FILE_CHUNK_BYTES,
-    CreateSandbox,
-    DirectoryListing,
-    FileChunk,
-    FileKind,
-    Limits,
-    ListDirectory,
-    ReadFile,
-)
+from dsec_common.wire.sandbox import CreateSandbox, Limits
 from refusals import refused
 from sandboxd_node import BASE, NodeForTests, node_for_tests
 

@@ -15,30 +15,32 @@ import pytest
 from dsec_common import subjects
 from dsec_common.clock import SystemClock
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.wire.sandbox import (
+from dsec_common.wire.files import (
     FILE_CHUNK_BYTES,
-    MIB,
-    CreateSandbox,
-    DeleteSandbox,
     DirectoryListing,
     DirectoryMade,
-    EndCause,
     FileChunk,
     FileInfo,
     FileKind,
     FileWritten,
-    InspectSandbox,
-    Limits,
     ListDirectory,
     MakeDirectory,
     ReadFile,
+    StatFile,
+    WriteFile,
+)
+from dsec_common.wire.sandbox import (
+    MIB,
+    CreateSandbox,
+    DeleteSandbox,
+    EndCause,
+    InspectSandbox,
+    Limits,
     SandboxDeleted,
     SandboxEnded,
     SandboxInfo,
     SandboxRunning,
     SandboxState,
-    StatFile,
-    WriteFile,
 )
 from refusals import refused
 from sandboxd_node import BASE, NODE, TOOLKIT, NodeForTests, connect_to_agent_socket, node_for_tests

@@ -17,13 +17,15 @@ from dsec_common.wire.exec import ExecEvents, ExecInfo, ExecList, ExecState, Lis
 from dsec_common.wire.files import (
     FileChange,
     FileEvents,
+    FileWritten,
     ReadTree,
     TreeChunk,
     TreeWritten,
     WatchFiles,
+    WriteFile,
     WriteTree,
 )
-from dsec_common.wire.sandbox import ExecCommand, ExecResult, FileWritten, WriteFile
+from dsec_common.wire.sandbox import ExecCommand, ExecResult
 from exec_client import Box, output
 from sandboxd_node import NodeForTests, build_layers, node_for_tests
 from snapshot_node import Asker

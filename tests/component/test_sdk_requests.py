@@ -20,20 +20,19 @@ from dsec_common.subjects import ScopedId
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
 from dsec_common.wire import sandbox as wire
 from dsec_common.wire.base import Message
-from dsec_common.wire.files import ReadTree, TreeChunk
-from dsec_common.wire.sandbox import (
-    CreateSandbox,
-    EndCause,
-    ExecCommand,
+from dsec_common.wire.files import (
+    FILE_CHUNK_BYTES,
     FileChunk,
     FileInfo,
     FileKind,
     FileWritten,
     ReadFile,
-    SandboxCreated,
+    ReadTree,
     StatFile,
+    TreeChunk,
     WriteFile,
 )
+from dsec_common.wire.sandbox import CreateSandbox, EndCause, ExecCommand, SandboxCreated
 
 NODE = "node-1"
 
@@ -109,7 +108,7 @@ class Node:
     async def read_tree(self, request: Request[ReadTree]) -> Message:
         asked = request.message
         data = self.archives[asked.path]
-        piece = data[asked.offset : asked.offset + wire.FILE_CHUNK_BYTES]
+        piece = data[asked.offset : asked.offset + FILE_CHUNK_BYTES]
         if asked.offset + len(piece) < len(data):
             return TreeChunk(data=piece, offset=asked.offset)
         return self._told(

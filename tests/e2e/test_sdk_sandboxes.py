@@ -12,7 +12,8 @@ import pytest
 from dsec import CommandFailed, DsecError, ErrorCode, sync
 from dsec_common import subjects
 from dsec_common.wire.base import CONTENT_TYPE_HEADER, JSON
-from dsec_common.wire.sandbox import EndCause, FileKind, SandboxState
+from dsec_common.wire.files import FileKind
+from dsec_common.wire.sandbox import EndCause, SandboxState
 from layer_builders import docker_save_bytes, file_member, tar_bytes, write_oci_layout
 from stack import Stack
 

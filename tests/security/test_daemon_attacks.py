@@ -13,7 +13,7 @@ import pytest
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.base import new_id
 from dsec_common.wire.exec import ExecInfo, ExecState, InspectExec
-from dsec_common.wire.sandbox import FileChunk, FileWritten, ReadFile, WriteFile
+from dsec_common.wire.files import FileChunk, FileWritten, ReadFile, WriteFile
 from exec_client import Box, output
 from sandboxd_node import NodeForTests, build_layers, node_for_tests
 

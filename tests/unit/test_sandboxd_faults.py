@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dsec_common.errors import DsecError, ErrorCode, unavailable
-from dsec_common.wire.sandbox import EndCause, ExecCommand, SandboxState, StatFile, WriteFile
+from dsec_common.wire.files import StatFile, WriteFile
+from dsec_common.wire.sandbox import EndCause, ExecCommand, SandboxState
 from fault_world import FAILURES, attempt, delete_until_gone, fail_each_call, new_world
 from node_world import NOTHING, World
 

@@ -12,18 +12,16 @@ import pytest
 from dsec_common.wire.files import (
     CopyFile,
     DeleteFile,
+    ListDirectory,
+    MakeDirectory,
     MoveFile,
+    ReadFile,
     ReadTree,
     WatchFiles,
     WriteTree,
 )
 from dsec_common.wire.life import PauseSandbox, ResumeSandbox
-from dsec_common.wire.sandbox import (
-    CreateSandbox,
-    ListDirectory,
-    MakeDirectory,
-    ReadFile,
-)
+from dsec_common.wire.sandbox import CreateSandbox
 from dsec_common.wire.snapshot import (
     DeleteSnapshot,
     ForkSandbox,

@@ -11,6 +11,7 @@ import pytest
 
 from dsec_common import subjects
 from dsec_common.errors import DsecError, ErrorCode, unavailable
+from dsec_common.wire.files import WriteFile
 from dsec_common.wire.node import ListNodeSandboxes
 from dsec_common.wire.sandbox import (
     CreateSandbox,
@@ -19,7 +20,6 @@ from dsec_common.wire.sandbox import (
     SandboxEnded,
     SandboxRunning,
     SandboxState,
-    WriteFile,
 )
 from dsec_sandboxd.kernel.interface import EndCause as KernelEndCause
 from dsec_sandboxd.record_store import RecordStore

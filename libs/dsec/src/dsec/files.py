@@ -23,30 +23,28 @@ from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import new_id
 from dsec_common.wire.files import (
+    FILE_CHUNK_BYTES,
     CopyFile,
     DeleteFile,
-    FileCopied,
-    FileDeleted,
-    FileMoved,
-    MoveFile,
-    ReadTree,
-    TreeChunk,
-    TreeWritten,
-    WriteTree,
-)
-from dsec_common.wire.sandbox import (
-    FILE_CHUNK_BYTES,
     DirectoryListing,
     DirectoryMade,
     FileChunk,
+    FileCopied,
+    FileDeleted,
     FileInfo,
     FileKind,
+    FileMoved,
     FileWritten,
     ListDirectory,
     MakeDirectory,
+    MoveFile,
     ReadFile,
+    ReadTree,
     StatFile,
+    TreeChunk,
+    TreeWritten,
     WriteFile,
+    WriteTree,
 )
 
 _TORN_READS_MAX: Final = 3

@@ -20,6 +20,7 @@ from dsec.window import drained, in_window
 from dsec_common import subjects
 from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
 from dsec_common.wire.base import Message, new_id
+from dsec_common.wire.files import FILE_CHUNK_BYTES
 from dsec_common.wire.layer import (
     ArchiveFormat,
     GitHistory,
@@ -36,7 +37,6 @@ from dsec_common.wire.layer import (
     TagLayer,
     UploadLayerChunk,
 )
-from dsec_common.wire.sandbox import FILE_CHUNK_BYTES
 
 Progress = Callable[[str, int, int], None]
 """Told ``(stage, done_bytes, total_bytes)``; a total of 0 means that it is not known."""

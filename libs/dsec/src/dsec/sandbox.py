@@ -34,13 +34,13 @@ from dsec_common.wire.exec import (
     StartExec,
     TerminalSize,
 )
+from dsec_common.wire.files import FileInfo
 from dsec_common.wire.life import PatchSandbox, PauseSandbox, ResumeSandbox, TouchSandbox
 from dsec_common.wire.sandbox import (
     MAX_OUTPUT_BYTES,
     DeleteSandbox,
     EndCause,
     ExecCommand,
-    FileInfo,
     InspectSandbox,
     SandboxCreated,
     SandboxDeleted,

@@ -8,7 +8,7 @@ from typing import Any, Final
 from dsec_common.bus_types import Request
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.wire.sandbox import FileInfo, FileKind
+from dsec_common.wire.files import FileInfo, FileKind
 from dsec_sandboxd.commands import check_path
 from dsec_sandboxd.errors import invalid_field
 from dsec_sandboxd.execs import went_with_its_processes

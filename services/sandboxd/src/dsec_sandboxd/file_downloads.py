@@ -14,7 +14,7 @@ import msgspec
 from dsec_common.bus_types import Request
 from dsec_common.errors import DsecError, ErrorCode, from_os_error
 from dsec_common.subjects import validate_local
-from dsec_common.wire.sandbox import FILE_CHUNK_BYTES, FileChunk, ReadFile
+from dsec_common.wire.files import FILE_CHUNK_BYTES, FileChunk, ReadFile
 from dsec_sandboxd.commands import kernel_user
 from dsec_sandboxd.errors import invalid_field
 from dsec_sandboxd.file_desk import FileDesk

@@ -21,28 +21,26 @@ from dsec_common.errors import DsecError
 from dsec_common.wire.files import (
     CopyFile,
     DeleteFile,
-    FileCopied,
-    FileDeleted,
-    FileEvents,
-    FileMoved,
-    MoveFile,
-    ReadTree,
-    TreeChunk,
-    TreeWritten,
-    WatchFiles,
-    WriteTree,
-)
-from dsec_common.wire.sandbox import (
     DirectoryListing,
     DirectoryMade,
     FileChunk,
+    FileCopied,
+    FileDeleted,
+    FileEvents,
     FileInfo,
+    FileMoved,
     FileWritten,
     ListDirectory,
     MakeDirectory,
+    MoveFile,
     ReadFile,
+    ReadTree,
     StatFile,
+    TreeChunk,
+    TreeWritten,
+    WatchFiles,
     WriteFile,
+    WriteTree,
 )
 from dsec_sandboxd.commands import kernel_user
 from dsec_sandboxd.errors import invalid_field

@@ -16,6 +16,7 @@ from dsec_common import subjects
 from dsec_common.bus_types import Request
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError, ErrorCode, from_os_error, invalid, not_found
+from dsec_common.wire.files import FILE_CHUNK_BYTES
 from dsec_common.wire.layer import (
     ArchiveFormat,
     GitHistory,
@@ -31,7 +32,6 @@ from dsec_common.wire.layer import (
     TagLayer,
     UploadLayerChunk,
 )
-from dsec_common.wire.sandbox import FILE_CHUNK_BYTES
 from dsec_sandboxd.errors import invalid_field
 from dsec_sandboxd.event_publisher import EventPublisher
 from dsec_sandboxd.kernel.interface import Orphan

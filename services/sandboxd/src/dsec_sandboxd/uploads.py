@@ -9,7 +9,7 @@ import os
 from typing import Final
 
 from dsec_common.errors import DsecError, ErrorCode, from_os_error, invalid
-from dsec_common.wire.sandbox import FILE_CHUNK_BYTES
+from dsec_common.wire.files import FILE_CHUNK_BYTES
 
 #: A sender has eight pieces on their way; twice that much may wait for one that is late.
 EARLY_BYTES_MAX: Final = 16 * FILE_CHUNK_BYTES

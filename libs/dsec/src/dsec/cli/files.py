@@ -14,7 +14,7 @@ from dsec_common.errors import DsecError, ErrorCode
 
 if TYPE_CHECKING:
     from dsec.sandbox import Sandbox
-    from dsec_common.wire.sandbox import FileInfo
+    from dsec_common.wire.files import FileInfo
 
 _REMOTE: Final = re.compile(r"([A-Za-z0-9_-]+\.[A-Za-z0-9_-]+):(.+)", re.DOTALL)
 _LETTERS: Final = {"file": "-", "directory": "d", "symlink": "l", "other": "?"}

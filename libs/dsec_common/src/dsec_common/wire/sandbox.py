@@ -1,4 +1,4 @@
-"""Sandboxes: creating, running commands in, moving files to and from, listing and deleting them."""
+"""Sandboxes: creating, running commands in, listing and deleting them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ MIB: Final = 1024 * 1024
 
 MAX_OUTPUT_BYTES: Final = 256 * 1024
 """The most of each output stream that one reply may carry: as JSON, too, it fits NATS's 1 MiB."""
-
-FILE_CHUNK_BYTES: Final = 128 * 1024
-"""The most file content that one message carries."""
 
 LISTING_PAGE_BYTES: Final = 128 * 1024
 """About how much one page of a listing holds: as JSON with every character escaped it still fits
@@ -366,137 +363,6 @@ def listing_order(sandbox_id: str) -> tuple[str, str]:
     """Return the key by which listings are sorted: local ids sort by time, over all nodes."""
     owner, _, local = sandbox_id.partition(".")
     return local, owner
-
-
-class ReadFile(Message, frozen=True, kw_only=True):
-    """Read a piece of a regular file; symlinks are followed inside the sandbox only.
-
-    Attributes:
-        download_id: the same for all pieces of one download: the file is opened once for them.
-        final: all pieces have been asked for; the answer carries their hash and ends the download.
-    """
-
-    path: str
-    offset: int = 0
-    length: int = FILE_CHUNK_BYTES
-    user: str = "root"
-    download_id: str = ""
-    final: bool = False
-
-
-class FileChunk(Message, frozen=True, kw_only=True):
-    """A piece of a file. ``version`` changes when the file does, so a reader sees a torn read."""
-
-    data: bytes
-    offset: int
-    size_bytes: int
-    end_of_file: bool
-    mode: int = 0o644
-    version: str = ""
-    sha256: str = ""
-
-
-class WriteFile(Message, frozen=True, kw_only=True):
-    """Write a piece of a file that appears at ``path`` when the last piece is in and verified.
-
-    Attributes:
-        upload_id: the same for all pieces of one file.
-        final: this is the last piece; ``size_bytes`` and ``sha256`` are then checked and the file
-            takes its place by a rename, or nothing changes.
-        mode: permission bits of a new file. One that is replaced keeps its own, and its owner.
-        make_parents: create missing parent directories.
-        change_mode: a file that is replaced gets ``mode``, too.
-    """
-
-    path: str
-    upload_id: str
-    data: bytes = b""
-    offset: int = 0
-    final: bool = True
-    size_bytes: int = 0
-    sha256: str = ""
-    mode: int = 0o644
-    user: str = "root"
-    make_parents: bool = True
-    change_mode: bool = False
-
-
-class FileWritten(Message, frozen=True, kw_only=True):
-    """The piece, or with ``complete`` the whole file, is in the sandbox."""
-
-    received_bytes: int
-    complete: bool = False
-
-
-class FileKind(StrEnum):
-    """What a path is."""
-
-    FILE = "file"
-    DIRECTORY = "directory"
-    SYMLINK = "symlink"
-    OTHER = "other"
-
-
-class FileInfo(Message, frozen=True, kw_only=True):
-    """What ``lstat`` says of a path inside the sandbox."""
-
-    path: str
-    kind: FileKind
-    size_bytes: int = 0
-    mode: int = 0
-    modified_at: float = 0.0
-    link_target: str = ""
-    user_id: int = 0
-    group_id: int = 0
-
-
-class StatFile(Message, frozen=True, kw_only=True):
-    """Ask what a path is."""
-
-    path: str
-    user: str = "root"
-
-
-class ListDirectory(Message, frozen=True, kw_only=True):
-    """Ask for a directory's entries, sorted by name.
-
-    Attributes:
-        after: only names after this one.
-        cursor: what the page before said; goes before ``after``, and works for any bytes in names.
-    """
-
-    path: str
-    after: str = ""
-    limit: int = 1000
-    user: str = "root"
-    cursor: str = ""
-
-
-class DirectoryListing(Message, frozen=True, kw_only=True):
-    """Entries of one directory; ``more`` says that a further page exists, at ``cursor``."""
-
-    entries: tuple[FileInfo, ...] = ()
-    more: bool = False
-    cursor: str = ""
-
-
-class MakeDirectory(Message, frozen=True, kw_only=True):
-    """Create a directory.
-
-    Attributes:
-        parents: those above it, too; then an existing one is fine, otherwise it is ``conflict``.
-    """
-
-    path: str
-    mode: int = 0o755
-    user: str = "root"
-    parents: bool = True
-
-
-class DirectoryMade(Message, frozen=True, kw_only=True):
-    """The directory exists."""
-
-    path: str
 
 
 class SandboxRunning(Message, frozen=True, kw_only=True):

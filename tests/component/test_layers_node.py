@@ -148,9 +148,9 @@ async def test_sandboxes_run_on_layers_wherever_they_are_and_keep_what_a_tag_mea
 async def test_what_is_not_used_any_more_is_collected(node: NodeForTests, base: bytes) -> None:
     await put(node, base, "base")
     kept = await put(node, saying(b"kept"), "work", kind=LayerKind.WORKSPACE)
-    store = node.service._layers
+    store = node.service._layers.store
     await store.remove("default", "base@1")
-    removed = await node.service._layer_upkeep.collect()
+    removed = await node.service._layers.upkeep.collect()
     assert len(removed) == 1
     assert kept.digest not in removed
     error = await refused(node.place(CreateSandbox(base="base@1")))
@@ -280,7 +280,7 @@ async def test_many_sandboxes_at_once_on_a_cold_node_fetch_each_layer_once(
         tmp_path, tmp_path / "unused", layers_backend="nats:dsec-layers"
     ) as node:
         made = await put(node, base, "base")
-        backend = node.service._layers.backend
+        backend = node.service._layers.store.backend
         assert isinstance(backend, ObjectBackend)
         cache = backend.cache
         cache.drop(made.digest)
@@ -358,7 +358,7 @@ async def test_a_layer_that_the_node_has_outlives_its_image_in_the_bucket(
     ) as node:
         made = await put(node, base, "base")
         sandbox = (await node.place(CreateSandbox(base="base@1"))).sandbox_id
-        backend = node.service._layers.backend
+        backend = node.service._layers.store.backend
         assert isinstance(backend, ObjectBackend)
         storage = backend._storage
         assert isinstance(storage, NatsStorage)

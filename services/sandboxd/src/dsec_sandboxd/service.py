@@ -17,14 +17,6 @@ from dsec_common.log import KafkaConfig, LogConfig, LogProducer
 from dsec_common.service import Service
 from dsec_common.wire.base import new_id
 from dsec_common.wire.elastic import ResizeLease, RetireNode
-from dsec_common.wire.layer import (
-    ImportLayer,
-    InspectLayer,
-    ListLayers,
-    RemoveLayer,
-    TagLayer,
-    UploadLayerChunk,
-)
 from dsec_common.wire.lease import RevokeLease
 from dsec_common.wire.life import PatchSandbox, PauseSandbox, ResumeSandbox, TouchSandbox
 from dsec_common.wire.node import (
@@ -55,15 +47,7 @@ from dsec_sandboxd.housekeeping import Housekeeping
 from dsec_sandboxd.inventory import Inventory
 from dsec_sandboxd.kernel.interface import Kernel, KernelFacts
 from dsec_sandboxd.layer_cache import LayerCache
-from dsec_sandboxd.layer_folds import LayerFolds
-from dsec_sandboxd.layer_holds import LayerHolds
-from dsec_sandboxd.layer_upkeep import LayerUpkeep
-from dsec_sandboxd.layers.backend import LayerBackend
-from dsec_sandboxd.layers.folding import FoldRules
-from dsec_sandboxd.layers.opening import backend_of
-from dsec_sandboxd.layers.store import LayerStore
-from dsec_sandboxd.layers.urls import store_url
-from dsec_sandboxd.layers_door import LayersDoor
+from dsec_sandboxd.layer_service import LayerService
 from dsec_sandboxd.lease_door import LeaseDoor
 from dsec_sandboxd.life_doors import LifeDoors
 from dsec_sandboxd.lifecycle import Sandboxes
@@ -142,26 +126,21 @@ class SandboxdService(Service[SandboxdConfig]):
         stack.push_async_callback(self._close_kernel, kernel)
         self._facts = await kernel.start()
         _refuse_without_essentials(self._facts)
-        layers = LayerStore(self._layer_backend(), clock=self.clock)
-        await layers.open()
-        stack.push_async_callback(layers.close)
-        holds = self._holds = LayerHolds(kernel, config.layers_idle_max, layers)
-        stack.push_async_callback(holds.close)
-        folds = self._layer_folds(kernel)
-        self._layer_upkeep = LayerUpkeep(
-            layers, holds, self.clock, config.layers_garbage_interval_s, folds
+        self._events = EventPublisher(self.bus)
+        layers = self._layers = LayerService(
+            config, kernel, self.bus, self._events, clock=self.clock
         )
-        self._layers = layers
+        stack.push_async_callback(layers.close)
+        await layers.open()
         await stack.enter_async_context(self._equipment)
         self._state = NodeState(rules_of(config, self._facts, self._inventory), self._times)
         source = f"sandboxd-{self._epoch}"
         self._steps = StepLog(self.node, await self._open_log(), source, keeper=store)
-        self._events = EventPublisher(self.bus)
         agent_sockets = self._given_agent_sockets or self._agent_socket_server()
         directories = RunDirectory(config.run_path)
         stack.callback(directories.close)
         directories.open()
-        maker = self._new_maker(kernel, agent_sockets, directories, folds)
+        maker = self._new_maker(kernel, agent_sockets, directories)
         self._sandboxes = Sandboxes(
             self._state,
             Parts(
@@ -169,7 +148,7 @@ class SandboxdService(Service[SandboxdConfig]):
                 store=store,
                 events=self._events,
                 steps=self._steps,
-                layers=LayerCache(layers),
+                layers=LayerCache(layers.store),
                 memory=self._inventory,
                 replier=self.bus,
                 clock=self.clock,
@@ -205,25 +184,26 @@ class SandboxdService(Service[SandboxdConfig]):
         stack.push_async_callback(self._pools.close)
         self._open_networks(kernel, maker, agent_sockets)
         self._snapshots = SnapshotService(
-            config, self._sandboxes, maker, kernel=kernel, records=store, holds=holds, layers=layers
+            config,
+            self._sandboxes,
+            maker,
+            kernel=kernel,
+            records=store,
+            holds=layers.holds,
+            layers=layers.store,
         )
         stack.push_async_callback(self._snapshots.close)
         self._snapshots.open()
-        self._open_layers_door()
         self._reconciler = Reconciler(
-            kernel, holds, directories, self._pools.is_somebodys, keepers=[self._door]
+            kernel, layers.holds, directories, self._pools.is_somebodys, keepers=[layers.door]
         )
         await self.bus.register("dsec-sandboxd", _VERSION, "Sandboxes and layers of one node")
 
     def _new_maker(
-        self,
-        kernel: Kernel,
-        agent_sockets: AgentSockets,
-        directories: RunDirectory,
-        folds: LayerFolds,
+        self, kernel: Kernel, agent_sockets: AgentSockets, directories: RunDirectory
     ) -> Maker:
-        maker = Maker(kernel, self._holds, agent_sockets, directories)
-        maker.use_folds(folds)
+        maker = Maker(kernel, self._layers.holds, agent_sockets, directories)
+        maker.use_folds(self._layers.folds)
         maker.gpus = gpu_devices_of(self.config, lambda: self._equipment.sample.gpus)
         return maker
 
@@ -236,19 +216,6 @@ class SandboxdService(Service[SandboxdConfig]):
         maker.on_adoption(meters)
         return meters
 
-    def _layer_folds(self, kernel: Kernel) -> LayerFolds:
-        folds = LayerFolds(
-            kernel,
-            self._holds,
-            self.config.state_path / "folds",
-            bytes_max=self.config.layer_folds_bytes,
-            rules=FoldRules(above=self.config.layers_fold_above),
-            clock=self.clock,
-        )
-        folds.open()
-        self._opened.push_async_callback(folds.close)
-        return folds
-
     def _open_networks(self, kernel: Kernel, maker: Maker, agent_sockets: AgentSockets) -> None:
         """Put together what sandboxes may reach, and the agents' policies that say so."""
         self._networking = Networking(self.config, self._state, kernel, self._steps, maker)
@@ -257,36 +224,6 @@ class SandboxdService(Service[SandboxdConfig]):
             self.bus, self._sandboxes, self._gate, self._networking.networks, agent_sockets
         )
         self._opened.push_async_callback(self._agents.close)
-
-    def _open_layers_door(self) -> None:
-        config = self.config
-        self._door = LayersDoor(
-            self.node,
-            self._layers,
-            self._holds,
-            events=self._events,
-            clock=self.clock,
-            directory=config.state_path / "uploads",
-            upload_max_bytes=config.layer_upload_max_bytes,
-            disk_reserve_bytes=config.disk_reserve_bytes,
-            uploads_max=config.layer_uploads_max,
-            imports_max=config.layer_imports_max,
-            idle_s=config.upload_idle_s,
-        )
-        self._door.open()
-        self._opened.callback(self._door.close)
-
-    def _layer_backend(self) -> LayerBackend:
-        config = self.config
-        return backend_of(
-            store_url(config.layers_backend, config.layers_path),
-            directory=config.layers_cache_path,
-            cache_bytes=config.layers_cache_bytes,
-            node=self.node,
-            bus=self.bus,
-            in_use=lambda: self._holds.in_use,
-            clock=self.clock,
-        )
 
     def _agent_socket_server(self) -> AgentSockets:
         gateway = ChronusGateway(self.bus, self._steps, self.node, self.clock)
@@ -352,20 +289,11 @@ class SandboxdService(Service[SandboxdConfig]):
         await self._networking.serve(bus, verb, inside, many)
         await self._snapshots.serve(bus, verb, inside, many)
         await self._agents.serve(self.spawn)
-
-        def layer(name: str) -> str:
-            return subjects.any_project_layer(node, name)
-
-        await bus.serve(layer("upload"), UploadLayerChunk, self._door.upload)
-        await bus.serve(layer("import"), ImportLayer, self._door.import_layer)
-        await bus.serve(layer("list"), ListLayers, self._door.list)
-        await bus.serve(layer("inspect"), InspectLayer, self._door.inspect)
-        await bus.serve(layer("tag"), TagLayer, self._door.tag)
-        await bus.serve(layer("remove"), RemoveLayer, self._door.remove)
+        await self._layers.serve(bus)
 
         self._subscribed = True
         self.spawn(self._events.run(), "publish events")
-        self.spawn(self._layer_upkeep.run(), "look after layers")
+        self.spawn(self._layers.upkeep.run(), "look after layers")
         self.spawn(sandboxes.watch_ended(), "watch sandboxes")
         self.spawn(self._housekeeping().run(), "keep house")
         self.spawn(self._beat(), "heartbeat")
@@ -388,7 +316,7 @@ class SandboxdService(Service[SandboxdConfig]):
     def _housekeeping(self) -> Housekeeping:
         chores = (
             self._execs.tick,
-            self._door.remove_idle,
+            self._layers.door.remove_idle,
             self._files.remove_idle,
             self._pools.tick,
             self._networking.tick,
@@ -417,7 +345,7 @@ class SandboxdService(Service[SandboxdConfig]):
             sent_at=self.clock.now(),  # by which schedulers know how our clock differs from theirs
             node=self.node,
             epoch=self._epoch,
-            store_id=self._layers.store_id,
+            store_id=self._layers.store.store_id,
             capacity=rules.capacity,
             allocated=self._state.allocated,
             physical=rules.physical,

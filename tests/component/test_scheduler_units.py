@@ -19,6 +19,7 @@ from dsec_common.bus import Bus, Request
 from dsec_common.compute.model import GpuDemand, ServiceClass
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.testing.nats import nats_for_tests
+from dsec_common.wire.lease import HeldLease, LeaseList, ListLeases
 from dsec_common.wire.node import Gpu
 from dsec_common.wire.pool import CallFunction, FunctionResult
 from dsec_common.wire.sandbox import (
@@ -239,6 +240,43 @@ async def test_realtime_finds_its_own_units_free_while_batch_has_all_others(
     with pytest.raises(DsecError):
         await create(user, wants(100.0, service_class=batch, timeout_s=0.5))
     await create(user, wants(100.0, service_class=ServiceClass.REALTIME))
+
+
+async def leases(bus: Bus) -> dict[str, HeldLease]:
+    """Return the leases of all nodes, as the broker lists them."""
+    listed = await bus.request(subjects.lease("list"), ListLeases(), LeaseList, timeout_s=5)
+    return {lease.lease_id: lease for it in listed.nodes for lease in it.leases}
+
+
+async def test_leases_yield_what_is_not_promised_to_realtime_work_that_finds_nothing_free(
+    plane: ControlPlane,
+) -> None:
+    node = await plane.node("gpu-1", gpus=gpus(1))
+    scheduler = await plane.scheduler(realtime_share=0.0)
+    user = await plane.project()
+    wide = GpuDemand(min_cu=40.0, max_cu=100.0)
+    batch = await create(user, request(gpu=wide, service_class=ServiceClass.BATCH))
+    await node.beat()
+    urgent = await create(user, wants(55.0, service_class=ServiceClass.REALTIME))
+    held = await leases(scheduler.bus)
+    assert held[urgent.lease_id].cu == 55.0
+    assert 40.0 <= held[batch.lease_id].cu <= 45.0
+    with pytest.raises(DsecError) as promised:
+        await create(user, wants(10.0, service_class=ServiceClass.REALTIME, timeout_s=0.5))
+    assert promised.value.code is ErrorCode.EXHAUSTED
+    assert (await leases(scheduler.bus))[batch.lease_id].cu >= 40.0
+
+
+async def test_standard_work_waits_rather_than_have_leases_yield(plane: ControlPlane) -> None:
+    node = await plane.node("gpu-1", gpus=gpus(1))
+    await plane.scheduler()
+    user = await plane.project()
+    wide = GpuDemand(min_cu=40.0, max_cu=100.0)
+    await create(user, request(gpu=wide, service_class=ServiceClass.BATCH))
+    await node.beat()
+    with pytest.raises(DsecError) as waited:
+        await create(user, wants(55.0, timeout_s=0.5))
+    assert waited.value.code is ErrorCode.EXHAUSTED
 
 
 async def create_gang(bus: Bus, *requests: CreateSandbox, timeout_s: float = 10.0) -> GangCreated:

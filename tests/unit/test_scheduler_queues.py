@@ -12,10 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from dsec_common.compute.model import Card, GpuDemand, ServiceClass, fit
+from dsec_common.compute.conservation import rank_of
+from dsec_common.compute.model import Card, GpuDemand, ServiceClass, fit, part_of_card
 from dsec_scheduler.asks import (
     Ask,
     Asked,
+    HeldUnits,
     LeasesRefused,
     LeasesTaken,
     Part,
@@ -410,6 +412,110 @@ def test_ten_thousand_that_wait_cost_the_solver_no_more_than_what_is_free() -> N
     cluster.round(now=1.0)
     assert len(cluster.granted) == 8
     assert sum(len(it.waiting) for it in cluster.problems) == 8
+
+
+# --- Leases that yield ------------------------------------------------------------------------
+
+
+def elastic(
+    least: float, cu: float = 100.0, service_class: ServiceClass = ServiceClass.BATCH
+) -> HeldUnits:
+    """Return a lease on the first card of n1 that agreed to have as little as ``least``."""
+    card = node("n1").cards[0]
+    return HeldUnits(
+        cu=cu,
+        since=0.0,
+        slices=(part_of_card(card, int(cu)),),
+        demand=GpuDemand(min_cu=least, max_cu=cu),
+        rank=rank_of(service_class, 0),
+    )
+
+
+def full_world(*leases: HeldUnits) -> World:
+    """Return a world of two cards of which the second is held by what gives nothing."""
+    of_two = node("n1", cards=2)
+    other = HeldUnits(cu=100.0, since=0.0, slices=(part_of_card(of_two.cards[1], 100),))
+    held = tuple(it for lease in (*leases, other) for it in lease.slices)
+    return World(
+        nodes=(NodeCapacity(of_two.node, of_two.cards, held),), leases={"n1": (*leases, other)}
+    )
+
+
+def taken(effects: Sequence[WaitingEffect]) -> list[TakeLeases]:
+    return [effect for effect in effects if isinstance(effect, TakeLeases)]
+
+
+def realtime(cu: float, **changes: Any) -> Ask:
+    return ask(cu, service_class=ServiceClass.REALTIME, **changes)
+
+
+def test_leases_yield_to_a_realtime_ask_in_the_moment_it_comes() -> None:
+    room = WaitingRoom(QueueRules(realtime_share=0.0))
+    one = realtime(60.0)
+    (effect,) = taken(room.handle(Asked(one, full_world(elastic(40.0)), 0.0)))
+    assert effect.makes_room
+    assert [part.node for part in effect.parts] == ["n1"]
+    assert [it.percent for part in effect.parts for it in part.slices] == [60]
+
+
+@pytest.mark.parametrize(
+    ("one", "lease"),
+    [
+        (realtime(61.0), elastic(40.0)),
+        (realtime(10.0), elastic(100.0)),
+        (ask(60.0), elastic(40.0)),
+        (ask(60.0, service_class=ServiceClass.BATCH, priority=9), elastic(40.0)),
+        (realtime(60.0), elastic(40.0, service_class=ServiceClass.REALTIME)),
+        (realtime(60.0, may_use=lambda _: False, needs="other"), elastic(40.0)),
+    ],
+    ids=["below its promise", "all promised", "standard", "batch", "an equal", "another node"],
+)
+def test_no_lease_yields_more_than_it_agreed_to_nor_to_anybody_else(
+    one: Ask, lease: HeldUnits
+) -> None:
+    room = WaitingRoom(QueueRules(realtime_share=0.0))
+    world = full_world(lease)
+    assert not taken(room.handle(Asked(one, world, 0.0)))
+    assert not taken(room.handle(RoundDue(world, 1.0)))
+
+
+def test_leases_yield_in_a_round_before_others_have_their_turn() -> None:
+    room = WaitingRoom(QueueRules(realtime_share=0.0))
+    world = full_world(elastic(40.0))
+    room.handle(Asked(first := realtime(90.0), world, 0.0))
+    room.handle(Asked(second := realtime(50.0), world, 1.0))
+    room.handle(Asked(ask(5.0), world, 1.0))
+    (effect,) = room.handle(RoundDue(world, 2.0))
+    assert isinstance(effect, TakeLeases)
+    assert effect.makes_room
+    assert effect.ask_id == second.ask_id
+    assert room.get(first.ask_id)
+
+
+def test_a_node_yields_to_one_ask_in_a_round() -> None:
+    room = WaitingRoom(QueueRules(realtime_share=0.0))
+    world = full_world(elastic(100.0))
+    pair = [realtime(20.0), realtime(20.0)]
+    for one in pair:
+        assert not taken(room.handle(Asked(one, world, 0.0)))
+    effects = taken(room.handle(RoundDue(full_world(elastic(40.0)), 2.0)))
+    assert [it.ask_id for it in effects] == [pair[0].ask_id]
+
+
+def test_what_is_free_for_others_turn_is_not_taken_by_having_leases_yield() -> None:
+    pool_and_common = [node("n1"), node("n2")]
+    lease = elastic(20.0, cu=50.0)
+    pool = part_of_card(pool_and_common[1].cards[0], 100)
+    world = World(
+        nodes=(
+            NodeCapacity("n1", pool_and_common[0].cards, lease.slices),
+            NodeCapacity("n2", pool_and_common[1].cards, (pool,)),
+        ),
+        leases={"n1": (lease,)},
+    )
+    room = WaitingRoom(QueueRules(realtime_share=0.5))
+    room.handle(Asked(ask(90.0), world, 0.0))
+    assert not taken(room.handle(Asked(realtime(40.0), world, 0.0)))
 
 
 def test_an_event_of_an_unknown_ask_has_no_effect() -> None:

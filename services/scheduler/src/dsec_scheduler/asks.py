@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+from dsec_common.compute.conservation import Rank, rank_of
 from dsec_common.compute.model import GpuDemand, ServiceClass, Slice
 from dsec_scheduler.solving.problem import DURATION_S, NodeCapacity, Problem, Solution
+
+_STANDARD: Final = rank_of(ServiceClass.STANDARD, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,10 +49,20 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class HeldUnits:
-    """One lease; ``since`` is Unix time."""
+    """One lease.
+
+    Attributes:
+        since: Unix time.
+        slices: what it holds.
+        demand: what it was granted for; None when nobody can tell what it could do with less.
+        rank: how important it is.
+    """
 
     cu: float
     since: float
+    slices: tuple[Slice, ...] = ()
+    demand: GpuDemand | None = None
+    rank: Rank = _STANDARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ class World:
         held_cu: by project, under leases.
         prices: of one CU for an hour, by model.
         foreign: what waits at other schedulers, each one's first.
-        leases: by node, for explanations.
+        leases: by node: what could make room, and what an explanation names.
     """
 
     nodes: tuple[NodeCapacity, ...] = ()
@@ -143,10 +156,17 @@ class Solve:
 
 @dataclass(frozen=True, slots=True)
 class TakeLeases:
-    """Take all of these from the broker, or none; the answer must follow."""
+    """Take all of these from the broker, or none; the answer must follow.
+
+    Attributes:
+        makes_room: there is room for the parts only once less important leases on their nodes have
+            given what they have beyond what was promised to them. The broker finds out how little
+            of that is needed, so the slices it grants may be others.
+    """
 
     ask_id: int
     parts: tuple[Part, ...]
+    makes_room: bool = False
 
 
 WaitingEffect: TypeAlias = Solve | TakeLeases

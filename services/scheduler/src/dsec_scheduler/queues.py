@@ -2,7 +2,9 @@
 
 Three classes. **Realtime** has a pool of cards of its own and is looked at in the moment it comes.
 **Standard** goes before **batch** on all other cards; batch is placed by cost into what is left.
-What a class does not use the others may take, and nobody's units are taken away for anybody.
+What a class does not use the others may take. Nobody's units are taken away for anybody, but for
+what leases have beyond their promise: less important ones give that to realtime work that finds
+nothing free.
 
 Within a class projects take turns by :mod:`~dsec_scheduler.fair_share`. Within a project higher
 priority goes first, and ``ageing_s`` of waiting are worth one step of priority. Nothing starves:
@@ -43,6 +45,7 @@ from dsec_scheduler.lines import Line
 from dsec_scheduler.solving.objective import price_limit
 from dsec_scheduler.solving.problem import Assignment, Problem, Solution, Waiting
 from dsec_scheduler.supply import Cards, Supply, all_cards, place_alone, pool_of
+from dsec_scheduler.yielding import places_that_yield
 
 #: Asks that the solver is given at once.
 _CANDIDATES_MAX: Final = 512
@@ -71,10 +74,14 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Stage:
-    """A part of a round: some asks, and the cards that they may have."""
+    """A part of a round: some asks, and the cards that they may have.
+
+    Leases yield to the realtime asks that are left when one is over that ``makes_room``.
+    """
 
     order: Iterator[tuple[Ask, str]]
     cards: Cards
+    makes_room: bool = False
     questions: int = 0
 
 
@@ -202,7 +209,7 @@ class WaitingRoom:
             parts = place_alone(ask, supply, cards, world.prices, limit)
             if parts:
                 return [self._grant(ask, parts)]
-        return []
+        return self._make_room([ask], world, supply)
 
     def _is_first(self, ask: Ask, world: World) -> bool:
         """Return whether nobody who waits may go before it: realtime does not wait for others."""
@@ -226,10 +233,20 @@ class WaitingRoom:
         others = self._lines[ServiceClass.REALTIME].count < len(self._asks)
         return [pool] if others and pool else [pool, everything] if pool else [everything]
 
-    def _grant(self, ask: Ask, parts: tuple[Part, ...]) -> TakeLeases:
+    def _grant(self, ask: Ask, parts: tuple[Part, ...], *, makes_room: bool = False) -> TakeLeases:
         self._granting.add(ask.ask_id)
         self.limited.pop(ask.ask_id, None)
-        return TakeLeases(ask.ask_id, parts)
+        return TakeLeases(ask.ask_id, parts, makes_room)
+
+    def _make_room(self, asks: Iterable[Ask], world: World, supply: Supply) -> list[WaitingEffect]:
+        """Give those of the realtime class what less important leases can spare."""
+        urgent = (ask for ask in asks if ask.service_class is ServiceClass.REALTIME)
+        effects: list[WaitingEffect] = []
+        for ask, parts in places_that_yield(urgent, world, supply, self._kept[1]):
+            supply.take(parts)
+            if not ask.foreign:
+                effects.append(self._grant(ask, parts, makes_room=True))
+        return effects
 
     def _forget(self, ask_id: int) -> None:
         ask = self._asks.pop(ask_id, None)
@@ -284,7 +301,7 @@ class WaitingRoom:
             supply,
             event.now,
             [
-                _Stage(ordered(realtime, ServiceClass.REALTIME), pool or common),
+                _Stage(ordered(realtime, ServiceClass.REALTIME), pool or common, makes_room=True),
                 _Stage(ordered(standard, ServiceClass.STANDARD, aged), common),
                 _Stage(ordered(batch, ServiceClass.BATCH), common),
                 _Stage(ordered(realtime, ServiceClass.REALTIME), common if pool else frozenset()),
@@ -326,16 +343,22 @@ class WaitingRoom:
     def _ask_on(self) -> list[WaitingEffect]:
         """Put the next question to the solver, or end the round."""
         going = self._round
+        effects: list[WaitingEffect] = []
         while going is not None and going.stages:
             stage = going.stages[0]
             chosen = self._next_of(going, stage)
             if chosen and going.questions < _QUESTIONS_MAX:
                 going.questions += 1
-                return [Solve(self._problem(going, stage, chosen))]
+                return [*effects, Solve(self._problem(going, stage, chosen))]
             going.stages.pop(0)
             going.left_over = None
+            if stage.makes_room:
+                line = self._lines[ServiceClass.REALTIME]
+                order = self._order(line, ServiceClass.REALTIME, going.world)
+                left = (it for it, limit in order if not limit and it.ask_id not in self._granting)
+                effects += self._make_room(left, going.world, going.supply)
         self._round = None
-        return []
+        return effects
 
     def _next_of(self, going: _Round, stage: _Stage) -> list[Ask]:
         """Take from the front of a line what its free units would do for, if shapes did not matter.

@@ -10,6 +10,7 @@ from typing import Final
 from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.clock import Clock
+from dsec_common.compute.conservation import rank_of
 from dsec_common.wire.lease import LeaseList, ListLeases, NodeLeases
 from dsec_scheduler.asks import Ask, HeldUnits, Part, World
 from dsec_scheduler.solving.problem import NodeCapacity
@@ -92,7 +93,16 @@ class UnitBooks:
             prices=self._prices,
             foreign=tuple(foreign),
             leases={
-                it.node: tuple(HeldUnits(lease.cu, lease.granted_at) for lease in it.leases)
+                it.node: tuple(
+                    HeldUnits(
+                        cu=lease.cu,
+                        since=lease.granted_at,
+                        slices=lease.slices,
+                        demand=lease.demand,
+                        rank=rank_of(lease.service_class, lease.priority),
+                    )
+                    for lease in it.leases
+                )
                 for it in self._nodes
             },
         )

@@ -324,7 +324,7 @@ class UnitDesk:
                 demand=demand,
                 service_class=ask.service_class,
                 priority=ask.priority,
-                slices=part.slices,
+                slices=() if effect.makes_room else part.slices,
                 agent=request.agent,
             )
             for request, demand, part in zip(wish.requests, ask.demands, effect.parts, strict=True)

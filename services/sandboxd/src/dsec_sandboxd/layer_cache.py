@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+from dsec_common.errors import invalid
+from dsec_common.wire.layer import LayerKind
+from dsec_common.wire.sandbox import CreateSandbox
 from dsec_sandboxd.layers.records import Layer
 
 _REMEMBERED_MAX: Final = 4096
@@ -53,3 +56,30 @@ class LayerCache:
                     self._known[project, reference] = layer
             layers.append(layer)
         return layers
+
+    async def asked(self, project: str, request: CreateSandbox) -> tuple[Layer, ...]:
+        """Return the layers that a project's request means now, lowest first.
+
+        Raises:
+            DsecError: ``not_found`` or ``layer_error`` for a layer; ``invalid`` for one of another
+                kind, or one that is named twice.
+        """
+        wanted = [(request.base, LayerKind.BASE)]
+        if request.workspace:
+            wanted.append((request.workspace, LayerKind.WORKSPACE))
+        wanted += [(toolkit, LayerKind.TOOLKIT) for toolkit in request.toolkits]
+        layers = await self.resolve(project, [reference for reference, _ in wanted])
+        for layer, (_, kind) in zip(layers, wanted, strict=True):
+            # Data is mounted as a toolkit is: one more layer on top.
+            data = kind is LayerKind.TOOLKIT and layer.kind is LayerKind.DATA
+            if layer.kind is not kind and not data:
+                raise invalid(
+                    f"layer {layer.reference} is a {layer.kind.value}, not a {kind.value}; name it "
+                    f"as the {layer.kind.value}",
+                    field=kind.value,
+                    reference=layer.reference,
+                )
+        digests = [layer.digest for layer in layers]
+        if len(set(digests)) != len(digests):
+            raise invalid("the same layer is named twice; name each once", field="toolkits")
+        return tuple(layers)

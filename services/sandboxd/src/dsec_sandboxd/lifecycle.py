@@ -12,8 +12,8 @@ import structlog
 
 from dsec_common import subjects
 from dsec_common.bus_types import ReplyAddress, Request
-from dsec_common.errors import DsecError, ErrorCode, invalid
-from dsec_common.wire.layer import CommandDefaults, LayerKind
+from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.wire.layer import CommandDefaults
 from dsec_common.wire.node import ListNodeSandboxes, NodeSandboxes, PlaceSandbox
 from dsec_common.wire.sandbox import (
     CreateSandbox,
@@ -216,7 +216,7 @@ class Sandboxes:
             placement.layers = self._required_snapshots().layers_below(place.project, restored)
             defaults = restored.defaults
         else:
-            placement.layers = await self.resolve(place.project, request)
+            placement.layers = await self.parts.layers.asked(place.project, request)
             defaults = placement.layers[0].defaults
         defaults = _asked_defaults(defaults or CommandDefaults(), request)
         now = self.parts.clock.now()
@@ -264,33 +264,6 @@ class Sandboxes:
         warm = self._maker.warm
         if warm is not None and record.asked_as and not self.state.is_living(record.local):
             warm.give_back(record)
-
-    async def resolve(self, project: str, request: CreateSandbox) -> tuple[Layer, ...]:
-        """Return the layers that a project's request means now, lowest first.
-
-        Raises:
-            DsecError: ``not_found`` or ``layer_error`` for a layer; ``invalid`` for one of another
-                kind, or one that is named twice.
-        """
-        wanted = [(request.base, LayerKind.BASE)]
-        if request.workspace:
-            wanted.append((request.workspace, LayerKind.WORKSPACE))
-        wanted += [(toolkit, LayerKind.TOOLKIT) for toolkit in request.toolkits]
-        layers = await self.parts.layers.resolve(project, [reference for reference, _ in wanted])
-        for layer, (_, kind) in zip(layers, wanted, strict=True):
-            # Data is mounted as a toolkit is: one more layer on top.
-            data = kind is LayerKind.TOOLKIT and layer.kind is LayerKind.DATA
-            if layer.kind is not kind and not data:
-                raise invalid(
-                    f"layer {layer.reference} is a {layer.kind.value}, not a {kind.value}; name it "
-                    f"as the {layer.kind.value}",
-                    field=kind.value,
-                    reference=layer.reference,
-                )
-        digests = [layer.digest for layer in layers]
-        if len(set(digests)) != len(digests):
-            raise invalid("the same layer is named twice; name each once", field="toolkits")
-        return tuple(layers)
 
     async def _answer_caller(self, caller: ReplyAddress, created: SandboxCreated) -> None:
         try:

@@ -80,7 +80,7 @@ class PoolKeeper:
         """
         self._state = sandboxes.state
         self._maker = maker
-        self._resolve = sandboxes.resolve
+        self._resolve = sandboxes.parts.layers.asked
         self._memory = sandboxes.parts.memory
         self._clock = sandboxes.parts.clock
         self._maxima = sandboxes.parts.maxima

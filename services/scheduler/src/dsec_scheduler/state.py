@@ -211,9 +211,7 @@ class SchedulerState:
         if node is None:
             return self._refuse(create, self._why_none(create, at))
         create.node = node
-        view = self.views.get(node)
-        assert view is not None  # noqa: S101  just drawn
-        view.grant(create.asked.create_id, limits)
+        self.views.grant(node, create.asked.create_id, limits)
         return self._place(create, at)
 
     def _take_units(self, create: _Create, at: Moment) -> list[Effect]:
@@ -244,10 +242,7 @@ class SchedulerState:
 
     def has_room(self, node: str, limits: Limits, at: Moment) -> bool:
         """Return whether a node takes sandboxes and has room for one."""
-        view = self.views.get(node)
-        return (
-            view is not None and self.views.is_open(view, at.monotonic_s) and view.has_room(limits)
-        )
+        return self.views.has_room(node, limits, at.monotonic_s)
 
     def may_take(self, create_id: int, node: str, at: Moment) -> bool:
         """Return whether units on a node are of use to a creation: it has room for the rest."""
@@ -263,9 +258,7 @@ class SchedulerState:
         self, create: _Create, node: str, lease_id: str, slices: tuple[Slice, ...], at: Moment
     ) -> list[Effect]:
         create.node, create.lease_id, create.slices = node, lease_id, slices
-        view = self.views.get(node)
-        if view is not None:
-            view.grant(create.asked.create_id, create.request.limits)
+        self.views.grant(node, create.asked.create_id, create.request.limits)
         return self._place(create, at)
 
     def _warm_node(self, create: _Create, at: Moment) -> str | None:
@@ -279,8 +272,7 @@ class SchedulerState:
             return (
                 view is not None
                 and create.may_use(view)
-                and self.views.is_open(view, at.monotonic_s)
-                and view.has_room(request.limits)
+                and self.has_room(node, request.limits, at)
             )
 
         key = pool_key(
@@ -345,18 +337,14 @@ class SchedulerState:
         return self._leave_node(create) + self._next(create, at)
 
     def _settle(self, create: _Create, created: SandboxCreated) -> None:
-        view = self.views.get(create.node)
-        if view is not None:
-            # Sent by the node right after it had counted the sandbox, by the node's own clock.
-            view.settle(create.asked.create_id, created.sent_at)
+        # Sent by the node right after it had counted the sandbox, by the node's own clock.
+        self.views.settle(create.node, create.asked.create_id, created.sent_at)
 
     def _leave_node(self, create: _Create) -> list[Effect]:
         """Take back what was counted and leased for the attempt."""
         effects: list[Effect] = []
         if create.node:
-            view = self.views.get(create.node)
-            if view is not None:
-                view.take_back(create.asked.create_id)
+            self.views.take_back(create.node, create.asked.create_id)
             create.node = ""
         if create.lease_id:
             effects.append(ReleaseLease(lease_id=create.lease_id))

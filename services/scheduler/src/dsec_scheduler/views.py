@@ -15,11 +15,14 @@ from typing import Final
 
 from dsec_common.wire.node import NodeHeartbeat, Resources
 from dsec_common.wire.sandbox import Limits
+from dsec_scheduler.remaining import Remaining
 
 VETO_S: Final = 0.1
 """A node that said it is full is not asked again for this long, unless it looks roomy."""
 
 _DRAWS_PER_CHOICE: Final = 4
+#: Sizes of sandboxes for which nearly all nodes are full, at most; the oldest is forgotten.
+_SIZES_MAX: Final = 64
 #: Silence comes without a word, so nodes are counted again so often.
 _COUNT_HOLDS_S: Final = 0.25
 #: Of so many heartbeats the quickest tells how a node's clock differs from ours. When its clock is
@@ -229,6 +232,8 @@ class Views:
         self._views: dict[str, NodeView] = {}
         self._names: list[str] = []
         self._open_count, self._counted_at = 0, -math.inf
+        # By cpus and memory: where room is left for sandboxes that a random draw found none for.
+        self._remaining: dict[tuple[float, int], Remaining] = {}
 
     def __len__(self) -> int:
         return len(self._views)
@@ -253,6 +258,7 @@ class Views:
             view = self._views[heartbeat.node] = NodeView(heartbeat, now)
             self._names.append(heartbeat.node)
         view.lags_s.append(unix_s - heartbeat.sent_at)
+        self._freed(heartbeat.node)
 
     def lag_s(self, node: str) -> float:
         """Return how far a node's wall clock is behind ours; 0 for one that was never heard."""
@@ -280,6 +286,33 @@ class Views:
             view.unreachable = True
             self._counted_at = -math.inf
 
+    # --- Grants -------------------------------------------------------------------------------
+
+    def grant(self, node: str, create_id: int, limits: Limits) -> None:
+        """Count a creation that the node is about to be asked for."""
+        view = self._views.get(node)
+        if view is not None:
+            view.grant(create_id, limits)
+
+    def settle(self, node: str, create_id: int, settled_at: float) -> None:
+        """Count it as made, until a heartbeat sent no earlier counts it."""
+        view = self._views.get(node)
+        if view is not None:
+            view.settle(create_id, settled_at)
+            self._freed(node)
+
+    def take_back(self, node: str, create_id: int) -> None:
+        """Count it no longer."""
+        view = self._views.get(node)
+        if view is not None:
+            view.take_back(create_id)
+            self._freed(node)
+
+    def _freed(self, node: str) -> None:
+        """Note that a node may have more room than before."""
+        for remaining in self._remaining.values():
+            remaining.add(node)
+
     # --- Choosing -----------------------------------------------------------------------------
 
     def is_alive(self, view: NodeView, now: float) -> bool:
@@ -302,21 +335,39 @@ class Views:
 
         Of ``choices`` random nodes with room the least loaded is taken (power of k choices), so
         that schedulers which do not talk to each other do not all run to the same node. The draw
-        comes first and the check second, so that the cost does not grow with the cluster; only a
-        full cluster is looked through. Nodes that only may have room come after all others.
+        comes first and the check second, so that the cost does not grow with the cluster. Once
+        most nodes are full those with room are kept in mind; they are all looked through when that
+        begins. Nodes that only may have room come after all others.
         """
-        drawn = self._draw(limits, usable, choices, now, randomness)
-        if drawn:
-            return min(drawn, key=NodeView.load).name
-        alive = [view for view in self if usable(view) and self.is_open(view, now)]
-        for fits in (NodeView.has_room, lambda view, limits: view.may_have_room(limits, now)):
-            found = [view for view in alive if fits(view, limits)]
-            if found:
-                sample = randomness.sample(found, min(choices, len(found)))
-                return min(sample, key=NodeView.load).name
-        return None
+        size = (limits.cpus, limits.memory_bytes)
+        remaining = self._remaining.get(size)
+        if remaining is None:
+            drawn = self._draw(
+                lambda view: usable(view) and view.has_room(limits), choices, now, randomness
+            )
+            if drawn:
+                return min(drawn, key=NodeView.load).name
+            remaining = self._keep_in_mind(size)
+        names = remaining.draw(
+            choices,
+            lambda name: self.has_room(name, limits, now),
+            lambda name: usable(self._views[name]),
+            randomness,
+        )
+        drawn = [self._views[name] for name in names]
+        if 2 * len(remaining) > len(self._names):
+            del self._remaining[size]
+        if not drawn:
+            drawn = self._seemingly_full(limits, usable, choices, now, randomness)
+        return min(drawn, key=NodeView.load).name if drawn else None
 
-    def _draw(
+    def _keep_in_mind(self, size: tuple[float, int]) -> Remaining:
+        if len(self._remaining) >= _SIZES_MAX:
+            del self._remaining[next(iter(self._remaining))]
+        remaining = self._remaining[size] = Remaining(self._names)
+        return remaining
+
+    def _seemingly_full(
         self,
         limits: Limits,
         usable: Callable[[NodeView], bool],
@@ -324,7 +375,25 @@ class Views:
         now: float,
         randomness: random.Random,
     ) -> list[NodeView]:
-        """Return ``choices`` random nodes with room, or none when they are not quickly found."""
+        """Return random nodes that may have room although they seem not to."""
+
+        def fits(view: NodeView) -> bool:
+            return usable(view) and view.may_have_room(limits, now)
+
+        drawn = self._draw(fits, choices, now, randomness)
+        if drawn:
+            return drawn
+        found = [view for view in self if self.is_open(view, now) and fits(view)]
+        return randomness.sample(found, min(choices, len(found)))
+
+    def _draw(
+        self,
+        fits: Callable[[NodeView], bool],
+        choices: int,
+        now: float,
+        randomness: random.Random,
+    ) -> list[NodeView]:
+        """Return ``choices`` random nodes that fit, or fewer when they are not quickly found."""
         draws, names = choices * _DRAWS_PER_CHOICE, self._names
         if len(names) <= draws:
             return []
@@ -336,11 +405,19 @@ class Views:
                 continue
             drawn.add(at)
             view = self._views[names[at]]
-            if self.is_open(view, now) and usable(view) and view.has_room(limits):
+            if self.is_open(view, now) and fits(view):
                 found.append(view)
                 if len(found) == choices:
-                    return found
+                    break
         return found
+
+    def has_room(self, node: str, limits: Limits, now: float) -> bool:
+        """Return whether a node takes new sandboxes and has room for one.
+
+        After a false answer a true one takes a heartbeat, or a grant that is settled or taken back.
+        """
+        view = self._views.get(node)
+        return view is not None and self.is_open(view, now) and view.has_room(limits)
 
     def is_open(self, view: NodeView, now: float) -> bool:
         """Return whether the node is alive and takes new sandboxes."""

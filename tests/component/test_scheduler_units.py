@@ -222,6 +222,11 @@ async def test_demands_that_make_no_sense_are_refused_before_they_wait(plane: Co
         {"gpu": GpuDemand(min_cu=2.0, max_cu=1.0)},
         {"gpu": GpuDemand(min_cu=1.0, max_cu=1.0, count=-1)},
         {"gpu": GpuDemand(min_cu=1.0, max_cu=1.0), "priority": 10**9},
+        {"gpu": GpuDemand(min_cu=1e308, max_cu=1e308)},
+        {"gpu": GpuDemand(min_cu=1.0, max_cu=1.0, memory_bytes=2**63)},
+        {"gpu": GpuDemand(min_cu=1.0, max_cu=1.0, models=("A100",) * 100)},
+        {"gpu": GpuDemand(min_cu=1.0, max_cu=1.0, models=("A" * 100,))},
+        {"gpu": GpuDemand(min_cu=1.0, max_cu=1.0), "agent": "a" * 100_000},
     ]
     for fields in absurd:
         with pytest.raises(DsecError) as caught:

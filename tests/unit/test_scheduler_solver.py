@@ -171,7 +171,7 @@ def _who(solution: Solution) -> list[str]:
         (wants("x", 10, models=("H100",)), Constraint.MODEL),
         (wants("x", 10, count=5), Constraint.COUNT),
         (wants("x", 10, count=3, same_island=True), Constraint.ISLAND),
-        (wants("x", 1e9), Constraint.TOO_MANY_CU),
+        (wants("x", 1e8), Constraint.TOO_MANY_CU),
         (wants("x", 10, memory_bytes=1 << 50), Constraint.TOO_MUCH_MEMORY),
         (wants("x", 65, models=("L40",)), Constraint.CAPACITY),
     ],
@@ -297,6 +297,59 @@ def test_large_problems_are_dealt_out_and_still_fill_the_cluster() -> None:
     assert_sound(problem, solution)
 
 
+# --- What is free is given ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        {},
+        {"priority": -1000},
+        {"service_class": ServiceClass.BATCH, "waited_s": 8000.0},
+        {"service_class": ServiceClass.BATCH, "waited_s": 8000.0, "priority": -1000},
+    ],
+)
+@pytest.mark.parametrize("mode", [CardMode.MPS, CardMode.WHOLE])
+def test_a_little_work_of_little_weight_gets_a_card_that_nobody_else_wants(
+    mode: CardMode, waiting: dict[str, object]
+) -> None:
+    nodes = (NodeCapacity("n", (card("n.0", mode=mode),)),)
+    solution = solved(wants("small", 0.5, **waiting), nodes=nodes)
+    assert [it.request_id for it in solution.assignments] == ["small"]
+
+
+def test_a_little_work_takes_no_whole_cards_that_heavier_work_could_use() -> None:
+    nodes = (NodeCapacity("n", (card("n.0", mode=CardMode.WHOLE),)),)
+    solution = solved(wants("small", 5.0), wants("large", 90.0), nodes=nodes)
+    assert [it.request_id for it in solution.assignments] == ["large"]
+
+
+def test_cards_that_cost_nothing_are_given() -> None:
+    free_of_charge = {"A100": 0.0, "L40": 0.0}
+    problem = Problem((wants("r", 10.0),), (node("n", "A100", "L40"),), free_of_charge)
+    assert len(solve(problem, _LONG_S).assignments) == 1
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        {"cu": 1e308},
+        {"cu": 1.0, "max_cu": 1e308},
+        {"cu": 1.0, "memory_bytes": 2**63},
+        {"cu": 1.0, "memory_bytes": 2**64 - 1},
+        {"cu": 1.0, "models": ("A100",) * 17},
+        {"cu": 1.0, "models": ("A" * 65,)},
+    ],
+)
+def test_what_cannot_be_meant_harms_nobody_else(absurd: dict[str, float]) -> None:
+    others = [wants(f"r{index}", 50.0) for index in range(2)]
+    request = wants("absurd", absurd.pop("cu"), **absurd)
+    solution = solved(request, *others, nodes=(node("n", "A100"),))
+    assert [it.request_id for it in solution.assignments] == ["r0", "r1"]
+    (left,) = solution.unplaced
+    assert (left.request_id, left.constraint) == ("absurd", Constraint.INVALID)
+
+
 # --- Beside an exact solver -----------------------------------------------------------------------
 
 
@@ -311,13 +364,21 @@ def exactly(problem: Problem) -> float:
         for one in n.cards
     }
     rank = {uuid: at for at, uuid in enumerate(sorted(free, key=lambda it: free[it]))}
+    kinds = {(PRICES[one.model], one.cu) for n in problem.nodes for one in n.cards}
     dearest = max(PRICES[one.model] for n in problem.nodes for one in n.cards)
     cheapest = min(PRICES[one.model] for n in problem.nodes for one in n.cards)
     longest = max(objective.hours(one) for one in problem.waiting)
     constant = 0.0
     for number, request in enumerate(problem.waiting):
         hours, cu = objective.hours(request), request.demand.min_cu
-        waiting = cu * (cheapest * hours + objective.urgency(request) * dearest * longest)
+        count = max(1, request.demand.count)
+        most = max(
+            price * (count * worth * percent / 100 if percent <= 100 else cu + worth)
+            for price, worth in kinds
+            for percent in [percent_for(cu / count, worth)]
+        )
+        waiting = (1 + objective.FRAGMENTATION) * most * hours
+        waiting += objective.urgency(request) * cu * dearest * longest
         constant += waiting
         limit = objective.price_limit(request.service_class, request.waited_s, cheapest, dearest)
         chosen = []

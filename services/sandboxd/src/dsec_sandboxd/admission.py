@@ -11,7 +11,7 @@ import msgspec
 
 from dsec_common.subjects import ScopedId, validate_local, validate_project
 from dsec_common.wire.node import PlaceSandbox, Resources
-from dsec_common.wire.sandbox import MIB, Limits
+from dsec_common.wire.sandbox import AGENT_CHARACTERS_MAX, MIB, Limits
 from dsec_sandboxd.errors import invalid_field, node_full, node_too_small
 from dsec_sandboxd.layers.folding import NAMED_MAX
 
@@ -20,7 +20,6 @@ _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 ENV_BYTES_MAX: Final = 128 * 1024
 _LABELS_MAX: Final = 64
 _LABEL_TEXT_MAX: Final = 256
-_AGENT_MAX: Final = 64
 _MEMORY_MIN_BYTES: Final = 4 * MIB
 _DISK_MIN_BYTES: Final = 64 * 1024
 _INODES_MIN: Final = 16
@@ -77,8 +76,8 @@ def check_placement(place: PlaceSandbox, maxima: LimitMaxima) -> Limits:
         raise invalid_field("toolkits", f"{len(layers)} layers in all; {NAMED_MAX} are the most")
     check_env(request.env, "env")
     check_labels(request.labels)
-    if len(request.agent) > _AGENT_MAX or not request.agent.isprintable():
-        raise invalid_field("agent", f"use at most {_AGENT_MAX} printable characters")
+    if len(request.agent) > AGENT_CHARACTERS_MAX or not request.agent.isprintable():
+        raise invalid_field("agent", f"use at most {AGENT_CHARACTERS_MAX} printable characters")
     if request.rollout_id:
         ScopedId.parse(request.rollout_id, "rollout id")
     check_seconds(request.ttl_s, "ttl_s")

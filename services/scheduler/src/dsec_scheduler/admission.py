@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from dsec_common.subjects import ScopedId
-from dsec_common.wire.sandbox import CreateSandbox, Limits
+from dsec_common.wire.sandbox import AGENT_CHARACTERS_MAX, CreateSandbox, Limits
 from dsec_scheduler.errors import bad_field, bad_limit
 
 KEY_MAX: Final = 256
@@ -32,6 +32,9 @@ def check(request: CreateSandbox, timeout_max_s: float) -> None:
     _check_layers(request)
     if len(request.labels) > LABELS_MAX:
         raise bad_field("labels", len(request.labels), f"use at most {LABELS_MAX}")
+    if len(request.agent) > AGENT_CHARACTERS_MAX or not request.agent.isprintable():
+        rule = f"use at most {AGENT_CHARACTERS_MAX} printable characters"
+        raise bad_field("agent", request.agent, rule)
     if len(request.idempotency_key) > KEY_MAX:
         raise bad_field(
             "idempotency_key", request.idempotency_key, f"use at most {KEY_MAX} characters"
@@ -43,6 +46,12 @@ def check(request: CreateSandbox, timeout_max_s: float) -> None:
         raise bad_field(
             "timeout_s", request.timeout_s, f"use more than 0 and at most {timeout_max_s:g} seconds"
         )
+    _check_units(request)
+    if request.rollout_id:
+        ScopedId.parse(request.rollout_id, "rollout id")
+
+
+def _check_units(request: CreateSandbox) -> None:
     demand = request.gpu_demand
     if demand is not None and demand.flaw:
         raise bad_field("gpu", demand.min_cu, demand.flaw)
@@ -51,8 +60,6 @@ def check(request: CreateSandbox, timeout_max_s: float) -> None:
         raise bad_field("priority", request.priority, rule)
     if request.gpu is not None and request.limits.cu:
         raise bad_field("limits.cu", request.limits.cu, "gpu says it in full; leave this 0")
-    if request.rollout_id:
-        ScopedId.parse(request.rollout_id, "rollout id")
 
 
 def _check_layers(request: CreateSandbox) -> None:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
+import msgspec
+
 from dsec_common import subjects
 from dsec_common.bus import Bus, Request
 from dsec_common.clock import Clock
@@ -21,6 +23,8 @@ from dsec_scheduler.queues import WaitingRoom
 
 #: What a report says holds this long: some rounds.
 _HOLDS_S: Final = 1.5
+#: Of the heads in one report: gangs are large, and NATS takes 1 MiB.
+_HEADS_BYTES: Final = 512 * 1024
 
 
 class Reports:
@@ -47,20 +51,24 @@ class Reports:
             DsecError: as :meth:`Bus.publish`.
         """
         now = self._clock.monotonic()
+        told = [
+            WaitingHead(
+                project=ask.project,
+                demands=ask.demands,
+                service_class=ask.service_class,
+                priority=ask.priority,
+                waited_s=max(now - ask.asked_at, 0.0),
+                duration_s=ask.duration_s,
+            )
+            for ask in heads
+        ]
+        sizes = itertools.accumulate(len(msgspec.msgpack.encode(head)) for head in told)
         report = WaitingReport(
             scheduler=self._name,
             waiting=len(room),
             waiting_cu={str(it): room.waiting_cu(it) for it in ServiceClass},
             heads=tuple(
-                WaitingHead(
-                    project=ask.project,
-                    demands=ask.demands,
-                    service_class=ask.service_class,
-                    priority=ask.priority,
-                    waited_s=max(now - ask.asked_at, 0.0),
-                    duration_s=ask.duration_s,
-                )
-                for ask in heads
+                head for head, size in zip(told, sizes, strict=True) if size <= _HEADS_BYTES
             ),
         )
         await self._bus.publish(subjects.WAITING_REPORTS, report)

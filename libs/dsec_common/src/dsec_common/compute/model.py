@@ -13,11 +13,23 @@ from typing import Final
 
 import msgspec
 
+from dsec_common.compute.units import UNITS_MAX
+
 WHOLE_PERCENT: Final = 100
 """All of a card, or of a MIG instance."""
 
 COUNT_MAX: Final = 1024
 """More cards than any one machine has."""
+
+MODELS_MAX: Final = 16
+"""Models that one demand may name: a demand stands in its node's record as long as it is held."""
+
+MODEL_CHARACTERS_MAX: Final = 64
+"""Of the name of a model in a demand."""
+
+_CU_MAX: Final = COUNT_MAX * UNITS_MAX
+_MEMORY_MAX_BYTES: Final = COUNT_MAX << 44
+"""More than so many cards have: sums of what waits must stay numbers."""
 
 _TOLERANCE: Final = 1e-9
 """Quotients such as 100 x 6.5 / 65 are not exact."""
@@ -67,14 +79,21 @@ class GpuDemand(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def flaw(self) -> str:
         """Why nothing can ever be given for it, whatever there is; empty when it makes sense."""
-        if not 0 < self.min_cu < math.inf:
-            return f"cannot lease {self.min_cu!r} Compute Units: ask for more than 0"
-        if not self.min_cu <= self.max_cu < math.inf:
-            return f"max_cu {self.max_cu!r} is no number of at least min_cu {self.min_cu:g}"
-        if self.memory_bytes < 0:
-            return f"memory_bytes {self.memory_bytes} is less than none"
+        if not 0 < self.min_cu <= _CU_MAX:
+            most = f"and at most {_CU_MAX:g}"
+            return f"cannot lease {self.min_cu!r} Compute Units: ask for more than 0 {most}"
+        if not self.min_cu <= self.max_cu <= _CU_MAX:
+            least = f"at least min_cu {self.min_cu:g} and at most {_CU_MAX:g}"
+            return f"max_cu {self.max_cu!r} makes no sense: use {least}"
+        if not 0 <= self.memory_bytes <= _MEMORY_MAX_BYTES:
+            most = f"at most {_MEMORY_MAX_BYTES}"
+            return f"memory_bytes {self.memory_bytes} makes no sense: use 0 or more and {most}"
         if not 0 <= self.count <= COUNT_MAX:
             return f"count {self.count} makes no sense: use 0 for any, or at most {COUNT_MAX}"
+        if len(self.models) > MODELS_MAX or any(
+            len(model) > MODEL_CHARACTERS_MAX for model in self.models
+        ):
+            return f"name at most {MODELS_MAX} models of at most {MODEL_CHARACTERS_MAX} characters"
         return ""
 
 

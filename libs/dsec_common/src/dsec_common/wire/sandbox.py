@@ -17,6 +17,9 @@ MIB: Final = 1024 * 1024
 MAX_OUTPUT_BYTES: Final = 256 * 1024
 """The most of each output stream that one reply may carry: as JSON, too, it fits NATS's 1 MiB."""
 
+AGENT_CHARACTERS_MAX: Final = 64
+"""Of ``agent`` of a sandbox: it stands in logs, leases and bills."""
+
 LISTING_PAGE_BYTES: Final = 128 * 1024
 """About how much one page of a listing holds: as JSON with every character escaped it still fits
 NATS's 1 MiB."""

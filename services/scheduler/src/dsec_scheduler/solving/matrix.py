@@ -68,10 +68,27 @@ class Matrix:
         self.percent[~self.one] = IMPOSSIBLE
         self._money = self.percent / WHOLE_PERCENT * (places.kind_cu * price) * self._hours[:, None]
         self._taken = self._money * (objective.FRAGMENTATION / WHOLE_PERCENT * self.percent)
-        least = np.where(self.takes, price, np.inf).min(axis=1)
-        least[~np.isfinite(least)] = cheapest
-        longest = float(self._hours.max())
-        self.waiting: Floats = self._cu * (least * self._hours + self.weight * dearest * longest)
+        # Where all is free of charge a place must be worth something all the same.
+        most = (dearest or 1.0) * float(self._hours.max())
+        self.waiting: Floats = self._dearest() + self.weight * self._cu * most
+
+    def _dearest(self) -> Floats:
+        """Return the most that each row costs on any kind of card, however little is left of it.
+
+        Who needs several cards may get up to one card's units more than were asked for.
+        """
+        worth, price = self._places.kind_cu, self._places.kind_price
+        counts = np.array([max(1, request.demand.count) for request in self.requests])
+        units = np.zeros(self.takes.shape)
+        for count in np.unique(counts).tolist():
+            rows = np.flatnonzero(counts == count)
+            percent = self._percent(rows, count, any_price=True)
+            alike = count * percent / WHOLE_PERCENT * worth
+            several = self._cu[rows, None] + worth
+            units[rows] = np.where(percent <= WHOLE_PERCENT, alike, several)
+        money = np.where(self.takes, units * price, 0.0).max(axis=1) * self._hours
+        dearest: Floats = money * (1 + objective.FRAGMENTATION)
+        return dearest
 
     def _confined(self) -> dict[int, Flags]:
         """Return the places that rows are confined to, for those that are."""

@@ -5,14 +5,15 @@ For a request ``r`` on slices ``s`` that take the fraction ``f`` of their cards:
     money(r)    = sum over s of price(s) x CU(s) x duration(r)
     cost(r)     = money(r) x (1 + FRAGMENTATION x free fraction left on the cards of s)
     urgency(r)  = CLASS_WEIGHT x 2^priority x (1 + waited / SLA) / share of its project
-    waiting(r)  = cheapest money(r) + urgency(r) x min CU(r) x K
+    waiting(r)  = dearest cost(r) + urgency(r) x min CU(r) x K
     objective   = sum of cost over those placed + sum of waiting over those left
 
-``K`` is the dearest price times the longest duration in the problem, so that no saving on one
-request is worth leaving another one waiting: placing it costs less, whatever the card. It is a
-batch request itself that declines what is dear, as long as its SLA leaves it the time: it takes no
-slices whose price exceeds ``limit(r)``, which grows from the cheapest price in the cluster at first
-to the dearest one when ``PATIENCE`` of its SLA is over.
+``K`` is the dearest price times the longest duration in the problem, and the dearest cost is that
+of the kind of card, free or not, on which the request would cost most, rounded up as that card is
+cut: whole, if it cannot be divided. So no request is left waiting to save money or room: placing it
+costs less, whatever the card. It is a batch request itself that declines what is dear, as long as
+its SLA leaves it the time: it takes no slices whose price exceeds ``limit(r)``, which grows from
+the cheapest price in the cluster at first to the dearest one when ``PATIENCE`` of its SLA is over.
 """
 
 from __future__ import annotations

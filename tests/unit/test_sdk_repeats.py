@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -67,3 +68,36 @@ async def test_another_attempt_asks_for_no_more_time_than_is_left() -> None:
     assert others
     for message, waited_for_s in others:
         assert message.timeout_s == waited_for_s < 0.3
+
+
+class SilentPlatform:
+    """A bus on which those who are asked are killed before they answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    async def request(
+        self, _subject: str, message: CreateSandbox, _reply: Any, *, timeout_s: float
+    ) -> Any:
+        self.asked.append(message.timeout_s)
+        await asyncio.sleep(timeout_s)
+        raise DsecError(ErrorCode.TIMEOUT, "no reply")
+
+
+async def test_who_is_asked_after_a_silence_refuses_before_its_caller_has_stopped_waiting() -> None:
+    bus: Any = SilentPlatform()
+    with pytest.raises(DsecError, match="no reply"):
+        await Channel(bus, "default").ask(
+            "create",
+            CreateSandbox(base="b@1", timeout_s=0.3, idempotency_key="one"),
+            NodeList,
+            timeout_s=0.3,
+            repeatable=True,
+            patience_s=0.1,
+            shortened=lambda left_s: CreateSandbox(base="b@1", timeout_s=left_s),
+        )
+    first, *others = bus.asked
+    assert first == 0.3
+    assert others
+    assert others == sorted(others, reverse=True)
+    assert max(others) < 0.3

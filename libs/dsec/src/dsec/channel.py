@@ -90,7 +90,8 @@ class Channel:
             patience_s: with ``repeatable``, how long to wait for an answer before asking again.
             away_s: how long to go on asking, however often, while nobody takes the request.
             shortened: the message for another attempt with so many seconds left, where it says
-                how long it may take: nothing is made for who has stopped waiting.
+                how long it may take: nothing is made for who has stopped waiting, and who waits
+                to the end hears what there is to hear.
 
         Raises:
             DsecError: the last attempt's error.
@@ -98,13 +99,15 @@ class Channel:
         began = time.monotonic()
         deadline = began + timeout_s
         attempt = 0
+        again = False
         last: DsecError | None = None
         while True:
             left_s = max(deadline - time.monotonic(), 0.001)
             if last is not None and left_s <= _TOO_LATE_S:  # nobody would hear the answer
                 raise last
-            if last is not None and shortened is not None:
+            if again and shortened is not None:
                 message = shortened(left_s)
+            again = True
             waits_s = min(left_s, patience_s) if repeatable else left_s
             try:
                 return await self.bus.request(subject, message, reply_type, timeout_s=waits_s)

@@ -283,8 +283,7 @@ class DSecClient(Functions, Readings, Waits):
             subjects.sandbox_create(self.project),
             request,
             SandboxCreated,
-            # With a key the same request is the same sandbox, whoever still waits for it.
-            shortened=None if request.idempotency_key else with_less_time,
+            shortened=with_less_time,
             timeout_s=request.timeout_s + command_s + _ANSWER_MARGIN_S,
             repeatable=bool(request.idempotency_key),
             room_within_s=request.timeout_s - _WORTH_ASKING_S,

@@ -2,8 +2,10 @@
 
 They speak NATS on the wire with the credentials of real nodes and of a real project, and say what
 those say: heartbeats once a second, and to a request to place the two answers of a node that made
-the sandbox. ``python -m benchmarks._thin_peers`` is a process of nodes: a line of JSON on its
-standard input says which, and each further line is answered with what was placed so far.
+the sandbox. As many sandboxes end as begin: a node holds what it was told to hold, and never fills.
+``python -m benchmarks._thin_peers`` is a process of nodes: a line of JSON on its standard input
+says which, a further line of JSON how many each holds, and each empty one is answered with what was
+placed so far.
 """
 
 from __future__ import annotations
@@ -137,30 +139,31 @@ class _Place(msgspec.Struct):
 
 
 class ThinNodes:
-    """Nodes in one process; they count what they are asked for."""
+    """Nodes in one process; they count what they are asked for.
 
-    def __init__(self) -> None:
+    Args:
+        live: how many sandboxes each holds; another number is told with the next heartbeats.
+    """
+
+    def __init__(self, live: int) -> None:
+        self.live = live
         self.placed: Counter[str] = Counter()
         self.by_scheduler: Counter[str] = Counter()
         self._decode = msgspec.msgpack.Decoder(_Place).decode
 
-    async def run(self, url: str, nodes: dict[str, str], live: int) -> None:
+    async def run(self, url: str, nodes: dict[str, str]) -> None:
         """Beat and answer until cancelled; ``nodes`` are names and their credentials."""
         await asyncio.gather(
             *(
-                self._node(url, name, credentials, live, at / len(nodes) * HEARTBEAT_S)
+                self._node(url, name, credentials, at / len(nodes) * HEARTBEAT_S)
                 for at, (name, credentials) in enumerate(nodes.items())
             )
         )
 
-    async def _node(self, url: str, name: str, credentials: str, live: int, after_s: float) -> None:
-        held = live
-
+    async def _node(self, url: str, name: str, credentials: str, after_s: float) -> None:
         def answer(
             connection: ThinConnection, _subject: bytes, reply: bytes, header: bytes, body: bytes
         ) -> None:
-            nonlocal held
-            held += 1
             connection.write(self._made(name, reply, header, body))
 
         connection = await ThinConnection.open(url, credentials, answer)
@@ -176,7 +179,9 @@ class ThinNodes:
                 capacity=_ROOMY,
                 physical=_PHYSICAL,
                 allocated=Resources(
-                    cpus=float(held), memory_bytes=held * 256 * MIB, sandboxes=held
+                    cpus=float(self.live),
+                    memory_bytes=self.live * 256 * MIB,
+                    sandboxes=self.live,
                 ),
                 version="1",
             )
@@ -296,10 +301,13 @@ async def _serve_lines() -> None:
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     asked = json.loads(await reader.readline())
-    nodes = ThinNodes()
-    beating = asyncio.create_task(nodes.run(asked["url"], asked["nodes"], asked["live"]))
-    while await reader.readline():
-        print(json.dumps(nodes.told()), flush=True)
+    nodes = ThinNodes(asked["live"])
+    beating = asyncio.create_task(nodes.run(asked["url"], asked["nodes"]))
+    while line := await reader.readline():
+        if line.strip():
+            nodes.live = json.loads(line)["live"]
+        else:
+            print(json.dumps(nodes.told()), flush=True)
     beating.cancel()
 
 

@@ -53,7 +53,7 @@ async def test_a_copy_that_the_kernel_refuses_leaves_no_snapshot(
     kernel.fail("snapshot", TOLD)
     assert (await refused(ask.take(sandbox))).message == "told to"
     assert await ask.list() == []
-    assert store_of(node).memory_bytes == 0
+    assert store_of(node).room.memory_bytes == 0
     await ask.take(sandbox)
     assert len(await ask.list()) == 1
 

@@ -271,7 +271,7 @@ async def test_deleted_snapshots_go_with_the_last_that_needs_them(
     while store._work:
         await asyncio.wait(set(store._work))
     assert [*images.iterdir()] == []
-    assert (store.memory_bytes, store.disk_bytes) == (0, 0)
+    assert (store.room.memory_bytes, store.room.disk_bytes) == (0, 0)
 
 
 async def test_another_projects_snapshot_is_not_there(node: NodeForTests, ask: Asker) -> None:

@@ -101,7 +101,7 @@ class WorldWithSnapshots(World):
     async def stop(self) -> None:
         await self.sandboxes.evacuate("the test is over")
         await self.snapshots.close()
-        assert self.snapshots.store.memory_bytes == 0
+        assert self.snapshots.store.room.memory_bytes == 0
         await super().stop()
 
 

@@ -41,16 +41,6 @@ class StoredLayer:
     detail: str = ""
 
 
-@dataclass(slots=True, kw_only=True)
-class SnapshotLimits:
-    """What the snapshots of a node may take."""
-
-    memory_bytes: int
-    disk_bytes: int
-    disk_reserve_bytes: int
-    per_project: int
-
-
 class LayerStack(Protocol):
     """What names layers of the layer store, lowest first."""
 

@@ -59,7 +59,7 @@ class SnapshotPacker:
         hold = await self._store.hold(record.local, record.chain)
         try:
             wanted = sum(layer.room_bytes for layer in chain)
-            async with self._store.room(wanted) as size_bytes:
+            async with self._store.room.for_copy(wanted) as size_bytes:
                 copy = await self._kernel.fold(
                     tuple(reversed(hold.digests)),
                     size_bytes=size_bytes,

@@ -24,9 +24,9 @@ from dsec_sandboxd.layers.store import LayerStore
 from dsec_sandboxd.lifecycle import Sandboxes
 from dsec_sandboxd.making import Maker
 from dsec_sandboxd.record_store import RecordStore
-from dsec_sandboxd.snapshot_holds import SnapshotLimits
 from dsec_sandboxd.snapshot_packing import SnapshotPacker
 from dsec_sandboxd.snapshot_records import SnapshotRecords
+from dsec_sandboxd.snapshot_room import SnapshotLimits
 from dsec_sandboxd.snapshot_store import SnapshotStore
 from dsec_sandboxd.snapshot_taking import SnapshotMaker
 from dsec_sandboxd.snapshot_tree import SnapshotTree

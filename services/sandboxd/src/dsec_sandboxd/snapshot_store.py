@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import structlog
 
-from dsec_common.errors import DsecError, ErrorCode, not_found
+from dsec_common.errors import DsecError, not_found
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.layer import LayerKind
 from dsec_common.wire.sandbox import CreateSandbox
@@ -33,13 +33,13 @@ from dsec_sandboxd.layers.records import Layer
 from dsec_sandboxd.snapshot_holds import (
     Hold,
     LayerStack,
-    SnapshotLimits,
     StoredLayer,
     image_name,
     memory_name,
 )
 from dsec_sandboxd.snapshot_image import disk_bytes, pack_image
 from dsec_sandboxd.snapshot_records import SnapshotRecords
+from dsec_sandboxd.snapshot_room import SnapshotLimits, SnapshotRoom
 from dsec_sandboxd.snapshot_tree import SnapshotRecord, SnapshotTree
 from dsec_sandboxd.snapshot_turns import PackingTurns
 
@@ -47,7 +47,6 @@ _log: Final = structlog.get_logger(__name__)
 
 #: A snapshot that is deleted so soon is never packed: that of a short fork, for one.
 PACK_AFTER_S: Final = 1.0
-_ROOM_WAIT_S: Final = 2.0
 _IMAGES_IDLE_MAX: Final = 64
 
 
@@ -78,6 +77,7 @@ class SnapshotStore:
         """
         self.tree = tree
         self.limits = limits
+        self.room = SnapshotRoom(limits, directory, self._pack_all_now)
         self._kernel = kernel
         self._records = records
         self._holds = holds
@@ -85,10 +85,6 @@ class SnapshotStore:
         self._image_of = image_of
         self._layers: dict[str, StoredLayer] = {}
         self._idle: dict[str, None] = {}
-        self._reserved_bytes = 0
-        self._copies_bytes = 0
-        self._images_bytes = 0
-        self._room_freed = asyncio.Event()
         self._work: set[asyncio.Task[None]] = set()
         self.turns = PackingTurns()
         self._closing = False
@@ -119,7 +115,7 @@ class SnapshotStore:
         for record in self.tree.all_layers():
             self._layers[record.local] = StoredLayer()
             self._layers[record.local].packed.set()
-            self._images_bytes += record.size_bytes
+            self.room.image_kept(record.size_bytes)
             self._holds.adopt(record.layer_digests)
 
     def sweep(self) -> None:
@@ -129,64 +125,13 @@ class SnapshotStore:
     async def close(self) -> None:
         """Pack what somebody asked for and is not durable yet; let go of everything."""
         self._closing = True
-        for layer in self._layers.values():
-            layer.wanted.set()
+        self._pack_all_now()
         while self._work:
             await asyncio.wait(set(self._work))
         for layer in self._layers.values():
             if layer.mount_fd >= 0:
                 os.close(layer.mount_fd)
                 layer.mount_fd = -1
-
-    def measure(self) -> None:
-        """Tell the metrics what is taken now."""
-        metrics.SNAPSHOT_MEMORY_BYTES.set(self.memory_bytes)
-        metrics.SNAPSHOT_DISK_BYTES.set(self.disk_bytes)
-
-    # --- Room ---------------------------------------------------------------------------------
-
-    @property
-    def memory_bytes(self) -> int:
-        """The memory that copies take, with what is set aside for those on their way."""
-        return self._reserved_bytes + self._copies_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        """The disk that images take."""
-        return self._images_bytes
-
-    @contextlib.asynccontextmanager
-    async def room(self, wanted_bytes: int) -> AsyncIterator[int]:
-        """Set memory aside for a copy, at most ``wanted_bytes``; yield how much there is.
-
-        Raises:
-            DsecError: ``exhausted`` when there is none, even after those on their way are done.
-        """
-        free = self.limits.memory_bytes - self.memory_bytes
-        if free < wanted_bytes and self._reserved_bytes:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ROOM_WAIT_S):
-                    while free < wanted_bytes and self._reserved_bytes:
-                        self._room_freed.clear()
-                        await self._room_freed.wait()
-                        free = self.limits.memory_bytes - self.memory_bytes
-        if free <= 0:
-            for layer in self._layers.values():
-                layer.wanted.set()  # no delay: what is packed and unused frees its memory
-            raise DsecError(
-                ErrorCode.EXHAUSTED,
-                f"the node's snapshots take {self.memory_bytes} bytes of memory, all they may; it "
-                "is freed when they are packed and what was forked from them has ended",
-                retry_after_s=1.0,
-                details={"reason": "snapshot_memory"},
-            )
-        reserved = min(free, wanted_bytes)
-        self._reserved_bytes += reserved
-        try:
-            yield reserved
-        finally:
-            self._reserved_bytes -= reserved
-            self._room_freed.set()
 
     # --- For new sandboxes --------------------------------------------------------------------
 
@@ -255,11 +200,10 @@ class SnapshotStore:
         """Take over a finished copy as a new snapshot's layer; it is packed soon."""
         record = self.tree.add(record)
         layer = StoredLayer(mount_fd=copy.mount_fd, memory_bytes=copy.size_bytes)
-        self._copies_bytes += copy.size_bytes
+        self.room.copy_kept(copy.size_bytes)
         self._layers[record.local] = layer
         self._holds.adopt(record.layer_digests)
         self._start(self._pack_later(record.local, layer), f"pack {record.local}")
-        self.measure()
         return record
 
     async def hold(self, local: str, layers: Sequence[str]) -> Hold:
@@ -352,12 +296,10 @@ class SnapshotStore:
                 await self._kernel.release_layer(memory_name(name))
             finally:
                 self._forget_copy(layer)
-                self.measure()
 
     def _forget_copy(self, layer: StoredLayer) -> None:
-        self._copies_bytes -= layer.memory_bytes
+        self.room.copy_gone(layer.memory_bytes)
         layer.memory_bytes = 0
-        self._room_freed.set()
 
     # --- Packing ------------------------------------------------------------------------------
 
@@ -373,6 +315,11 @@ class SnapshotStore:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await layer.packed.wait()
+
+    def _pack_all_now(self) -> None:
+        """Have no copy wait: what is packed and unused frees its memory."""
+        for layer in self._layers.values():
+            layer.wanted.set()
 
     async def _pack_later(self, name: str, layer: StoredLayer) -> None:
         if not layer.wanted.is_set() and not self._closing:
@@ -395,13 +342,12 @@ class SnapshotStore:
             if layer.detail:
                 metrics.SNAPSHOTS_NOT_PACKED.inc()
             layer.packed.set()
-            self.measure()
 
     async def _pack(self, name: str, layer: StoredLayer) -> None:
         record = self.tree.layer(name)
         if self._closing and record.transient:
             return
-        self._check_disk(record)
+        self.room.check_image(record.size_bytes)
         image = self.image_path(name)
         layer.packing = asyncio.ensure_future(
             pack_image(
@@ -425,7 +371,7 @@ class SnapshotStore:
             image.unlink(missing_ok=True)
             raise
         self.tree.update(record)
-        self._images_bytes += size
+        self.room.image_kept(size)
         layer.detail = ""
         async with layer.lock:  # new sandboxes mount the image from here on
             await self._kernel.hold_layer(image_name(name), image)
@@ -435,18 +381,6 @@ class SnapshotStore:
         if not layer.image_users:
             self._idle[name] = None
         self._drop_memory_if_unused(name, layer)
-
-    def _check_disk(self, record: SnapshotRecord) -> None:
-        free = os.statvfs(self._directory)
-        if (
-            self.disk_bytes + record.size_bytes > self.limits.disk_bytes
-            or free.f_bavail * free.f_frsize < record.size_bytes + self.limits.disk_reserve_bytes
-        ):
-            raise DsecError(
-                ErrorCode.EXHAUSTED,
-                "the disk of the node's snapshots is full: delete some, or give them more room",
-                details={"reason": "snapshot_disk"},
-            )
 
     # --- Deleting -----------------------------------------------------------------------------
 
@@ -469,7 +403,8 @@ class SnapshotStore:
                 self._idle.pop(record.local, None)
                 layer.wanted.set()
                 self._forget_copy(layer)
-                self._images_bytes -= record.size_bytes if record.durable else 0
+                if record.durable:
+                    self.room.image_gone(record.size_bytes)
                 self._holds.release(record.layer_digests)
                 self._start(self._remove(record, layer), f"remove {record.local}")
 
@@ -488,7 +423,6 @@ class SnapshotStore:
         finally:  # what the kernel did not let go of, the reconciler finds
             if descriptor >= 0:
                 await asyncio.to_thread(os.close, descriptor)
-            self.measure()
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         async def logged() -> None:

@@ -67,7 +67,7 @@ class SnapshotMaker:
             folded = below if plan.fold else []
             wanted = record.limits.disk_bytes + sum(layer.room_bytes for layer in folded)
             inodes = record.limits.inodes + sum(layer.inodes for layer in folded)
-            async with store.room(wanted) as size_bytes:
+            async with store.room.for_copy(wanted) as size_bytes:
                 copy = await self._sandboxes.parts.kernel.snapshot(
                     record.local,
                     fold=tuple(reversed(hold.digests)) if plan.fold else (),

@@ -120,6 +120,35 @@ async def test_a_revoked_permission_takes_the_network_away_and_keeps_it_away(
         await one.delete()
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [{"cidr": "nonsense"}, {"cidr": "10.0.0.1", "ports": "99999"}, {"host": "a host"}],
+)
+async def test_a_network_that_makes_no_sense_is_refused_and_harms_no_instance(
+    world: World, rule: dict[str, str]
+) -> None:
+    async with await world.instance(network=ELSEWHERE) as sandbox:
+        await world.known(sandbox)
+        with pytest.raises(DsecError) as caught:
+            await world.agents.push_policy("bot", network={"mode": "allow", "allow": [rule]})
+        assert caught.value.code is ErrorCode.INVALID
+        assert (await world.agents.inspect("bot")).versions[0].policy is None
+        assert (await sandbox.network.inspect()).policy.mode is NetworkMode.ALLOW
+
+
+async def test_a_network_that_a_node_cannot_give_leaves_an_instance_without(world: World) -> None:
+    async with await world.instance(network=ELSEWHERE) as sandbox:
+        await world.known(sandbox)
+        network = {"mode": "allow", "rule_sets": {"pypii": True}}
+        governed = await world.agents.push_policy("bot", network=network)
+        (refused,) = governed.refused
+        assert (refused.what, refused.code) == (sandbox.id, ErrorCode.INVALID)
+        assert "pypii" in refused.reason
+        assert (await sandbox.network.inspect()).policy.mode is NetworkMode.NONE
+        await world.agents.push_policy("bot", network=ELSEWHERE)
+        assert (await sandbox.network.inspect()).policy.mode is NetworkMode.ALLOW
+
+
 async def test_the_agent_phase_is_no_way_around_a_policy(world: World) -> None:
     async with await world.instance(network=ELSEWHERE, setup_network={"mode": "none"}) as sandbox:
         await world.agents.revoke("bot", [NETWORK_ACCESS])

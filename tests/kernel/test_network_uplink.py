@@ -15,10 +15,11 @@ import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.forwarding import put_back_unneeded
+from dsec_common.network_policy import compile_policy
 from dsec_common.wire.network import NetworkMode, NetworkPolicy
 from dsec_sandboxd.network import links, namespaces
 from dsec_sandboxd.network.plan import AddressPlan, Port, Rules
-from dsec_sandboxd.network.policy import compile_policy, unsupported
+from dsec_sandboxd.network.policy import unsupported
 from dsec_sandboxd.network.router import Router
 from dsec_sandboxd.network.uplink import Uplink
 from network_world import in_thread, new_namespace

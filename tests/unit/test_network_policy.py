@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dsec.network import network_policy, parse_rule
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.network_policy import NEVER, RULE_SETS, compile_policy
 from dsec_common.wire.base import JSON, MSGPACK, decode
 from dsec_common.wire.network import (
     NetworkMode,
@@ -20,7 +21,6 @@ from dsec_common.wire.network import (
 )
 from dsec_sandboxd.config import SandboxdConfig
 from dsec_sandboxd.network.plan import SANDBOXES_MAX, AddressPlan, Numbers, Port, Rules
-from dsec_sandboxd.network.policy import NEVER, RULE_SETS, compile_policy
 from dsec_sandboxd.network.upstreams import Upstream, upstreams_of_host
 
 

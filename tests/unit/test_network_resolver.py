@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dsec_common.network_policy import Address, compile_policy
 from dsec_common.wire.network import NetworkMode, NetworkPolicy, NetworkRule
 from dsec_sandboxd.network.plan import AddressPlan, Port, Rules
-from dsec_sandboxd.network.policy import Address, compile_policy
 from dsec_sandboxd.network.resolver import Resolver
 
 

@@ -56,6 +56,10 @@ class PolicyNetworks(Protocol):
         """Put a running sandbox under another policy."""
         ...
 
+    async def take_away(self, record: SandboxRecord) -> None:
+        """Leave a running sandbox without a network, whatever its agent's policy says."""
+        ...
+
 
 class SocketRates(Protocol):
     """The part of the node that limits how often agents ask."""
@@ -268,10 +272,11 @@ class Governing:
         self, record: SandboxRecord, before: AgentPolicy, policy: AgentPolicy
     ) -> Refusal | None:
         """Do what takes the kernel's work."""
+        refusal = None
         try:
             if policy.governed_network != before.governed_network:
                 wanted = policy.governed_network or record.network or _NO_NETWORK
-                await self._networks.set_policy(record, wanted)
+                refusal = await self._set_network(record, wanted)
             if policy.paused != before.paused:
                 await self._turn_to(record, paused=policy.paused)
         except DsecError as error:
@@ -282,6 +287,21 @@ class Governing:
         except BaseException:
             self._in_force[record.local] = before  # so that it is tried again
             raise
+        return refusal
+
+    async def _set_network(self, record: SandboxRecord, wanted: NetworkPolicy) -> Refusal | None:
+        """Put a sandbox under a network policy; under none, if that is not for this node."""
+        try:
+            await self._networks.set_policy(record, wanted)
+        except DsecError as error:
+            if error.code not in {ErrorCode.INVALID, ErrorCode.UNSUPPORTED}:
+                raise
+            await self._networks.take_away(record)
+            return Refusal(
+                what=f"{self._sandboxes.node}.{record.local}",
+                code=error.code,
+                reason=f"has no network, for the policy's is not possible here: {error.message}",
+            )
         return None
 
     async def _turn_to(self, record: SandboxRecord, *, paused: bool) -> None:

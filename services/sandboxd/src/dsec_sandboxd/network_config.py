@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 
 from dsec_common.errors import DsecError
+from dsec_common.network_policy import compile_policy
 from dsec_common.wire.network import NetworkMode, NetworkPolicy, NetworkRule
-from dsec_sandboxd.network.policy import compile_policy
 from dsec_sandboxd.network.upstreams import Upstream
 
 

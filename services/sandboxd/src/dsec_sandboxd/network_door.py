@@ -11,6 +11,7 @@ import msgspec
 
 from dsec_common.bus_types import Request
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.network_policy import RULE_SETS
 from dsec_common.wire.network import (
     EnterAgentPhase,
     InspectNetwork,
@@ -21,7 +22,6 @@ from dsec_common.wire.network import (
 from dsec_sandboxd.config import SandboxdConfig
 from dsec_sandboxd.lifecycle import local_of
 from dsec_sandboxd.network.networks import Networks
-from dsec_sandboxd.network.policy import RULE_SETS
 from dsec_sandboxd.network.settings import NetworkSettings
 from dsec_sandboxd.network.upstreams import Upstream, upstreams_of_host
 from dsec_sandboxd.records import SandboxRecord

@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from dsec_common.errors import DsecError, ErrorCode, invalid
+from dsec_common.network_policy import RULE_SETS, compile_policy
 from dsec_common.wire.base import Message
 from dsec_common.wire.network import NetworkPolicy
 
@@ -111,7 +112,8 @@ def check_policy(policy: AgentPolicy) -> None:
     """Return when nodes can enforce all that a policy says.
 
     Raises:
-        DsecError: ``unsupported``, naming what cannot be enforced; ``invalid`` for a rate.
+        DsecError: ``unsupported``, naming what cannot be enforced; ``invalid`` for a rate, or a
+            network policy that makes no sense.
     """
     for what, named, known in (
         ("permission", policy.revoked, ENFORCED_PERMISSIONS),
@@ -128,6 +130,10 @@ def check_policy(policy: AgentPolicy) -> None:
     for name, per_s in policy.rate_limits.items():
         if not 0 < per_s <= 1e6:  # noqa: PLR2004  beyond any socket's
             raise invalid(f"rate_limits.{name} is {per_s}: use more than 0 and at most 1000000 a s")
+    if policy.network is not None:
+        # Which sets of rules there are beside the built-in ones is known to each node alone.
+        others = dict.fromkeys(policy.network.rule_sets.keys() - RULE_SETS.keys(), ())
+        compile_policy(policy.network, {**RULE_SETS, **others})
 
 
 class VersionState(StrEnum):
@@ -373,8 +379,8 @@ class Governed(Message, frozen=True, kw_only=True):
         nodes: how many nodes said so.
         silent_nodes: those that hold instances and did not; they learn of it when they are back,
             before they take requests.
-        refused: instances that a node could not bring under it (at most 100); it ends those that
-            would do what a policy takes away.
+        refused: instances that a node could not bring under it (at most 100): they have no network
+            where the policy's is not possible, and have ended where anything else is not.
     """
 
     name: str

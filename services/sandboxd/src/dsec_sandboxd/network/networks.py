@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 import structlog
 
 from dsec_common.errors import DsecError, ErrorCode, unavailable
+from dsec_common.network_policy import Address, Compiled, compile_policy
 from dsec_common.wire.network import (
     NetworkInfo,
     NetworkPhase,
@@ -31,13 +32,7 @@ from dsec_sandboxd.network.memory import Memory, Remembered
 from dsec_sandboxd.network.netlink import Netlink
 from dsec_sandboxd.network.node_addresses import NodeAddresses
 from dsec_sandboxd.network.plan import Numbers, Port, Rules
-from dsec_sandboxd.network.policy import (
-    Address,
-    Compiled,
-    compile_policy,
-    needs_network,
-    no_outside,
-)
+from dsec_sandboxd.network.policy import needs_network, no_outside
 from dsec_sandboxd.network.refusals import Samples, refusals
 from dsec_sandboxd.network.resolv_conf import write_resolv_conf
 from dsec_sandboxd.network.resolver import Resolver
@@ -292,6 +287,20 @@ class Networks:
                 self.check_running(record)  # it may have ended while others had their turn
                 await self._connect(self._begin(record, policy, NetworkPhase.AGENT, None))
         return await self.info(record)
+
+    async def take_away(self, record: SandboxRecord) -> None:
+        """Leave a running sandbox without a network, whatever its agent's policy says.
+
+        Raises:
+            DsecError: ``unavailable`` while it is put back; ``internal`` when the kernel refuses.
+        """
+        async with self._turns.of(record.local):
+            member = self._members.get(record.local)
+            if member is not None:
+                kept = member.remembered
+                await self._change(member, Compiled(), NetworkPolicy(), kept.phase, kept.agent)
+            elif self.is_remaking(record.local):
+                raise unavailable("the sandbox is being put back: try again in a moment")
 
     async def enter_agent_phase(self, record: SandboxRecord) -> NetworkInfo:
         """Put a sandbox under the policy for its agent, for good. Repeating it changes nothing.

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
+from dsec_common.network_policy import Address
 from dsec_sandboxd.network import links
 from dsec_sandboxd.network.netlink import Netlink
-from dsec_sandboxd.network.policy import Address
 
 
 class NodeAddresses:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.network_policy import NEVER, Address, Compiled, Destination, Network, Ports
 from dsec_common.wire.network import NetworkMode
 from dsec_sandboxd.network import nftables as nft
 from dsec_sandboxd.network.netlink import Message
-from dsec_sandboxd.network.policy import NEVER, Address, Compiled, Destination, Network, Ports
 
 SANDBOXES_MAX: Final = 4096
 #: Of sandboxes' devices in the router namespace: prefix of names, offset of numbers.

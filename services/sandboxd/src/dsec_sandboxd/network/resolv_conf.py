@@ -8,8 +8,8 @@ from typing import Final
 import structlog
 
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.network_policy import Address
 from dsec_sandboxd.kernel.interface import Kernel, OpenMode
-from dsec_sandboxd.network.policy import Address
 
 _log: Final = structlog.get_logger(__name__)
 

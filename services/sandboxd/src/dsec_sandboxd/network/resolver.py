@@ -27,8 +27,8 @@ import dns.rdatatype
 import dns.rrset
 import structlog
 
+from dsec_common.network_policy import Address
 from dsec_sandboxd.network.plan import AddressPlan, Port
-from dsec_sandboxd.network.policy import Address
 from dsec_sandboxd.network.router import ResolverSockets
 from dsec_sandboxd.network.upstreams import Upstream
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.network_policy import Address
 from dsec_sandboxd.network import links, namespaces, tracking
 from dsec_sandboxd.network import nftables as nft
 from dsec_sandboxd.network.netlink import NETLINK_NETFILTER, Netlink, attribute
@@ -31,7 +32,7 @@ from dsec_sandboxd.network.plan import (
     Port,
     Rules,
 )
-from dsec_sandboxd.network.policy import Address, unsupported
+from dsec_sandboxd.network.policy import unsupported
 from dsec_sandboxd.network.way_outside import WayOutside
 
 _DNS: Final = 53

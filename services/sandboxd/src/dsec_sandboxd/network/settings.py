@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dsec_common.network_policy import RULE_SETS, Network
 from dsec_common.wire.network import NetworkRule
 from dsec_sandboxd.network.plan import AddressPlan
-from dsec_sandboxd.network.policy import RULE_SETS, Network
 from dsec_sandboxd.network.upstreams import Upstream
 from dsec_sandboxd.records import SandboxRecord
 

@@ -16,11 +16,12 @@ from typing import Final
 from dsec_common.errors import DsecError
 from dsec_common.forwarding import Forwarding
 from dsec_common.host_side import DEVICE_PREFIX, device_of, digest_of, table_of
+from dsec_common.network_policy import Address
 from dsec_sandboxd.network import links, namespaces
 from dsec_sandboxd.network import nftables as nft
 from dsec_sandboxd.network.netlink import Message, Netlink
 from dsec_sandboxd.network.plan import UPLINK_NAME, UPLINK_PAIRS, AddressPlan
-from dsec_sandboxd.network.policy import Address, unsupported
+from dsec_sandboxd.network.policy import unsupported
 
 _UPLINK_INDEX: Final = 900
 _FORWARDING_V6: Final = Path("/proc/sys/net/ipv6/conf/all/forwarding")

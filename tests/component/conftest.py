@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandboxd_node import NodeForTests, build_layers, node_for_tests
+from snapshot_node import Asker
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,9 @@ async def node(tmp_path: Path, layers: Path) -> AsyncIterator[NodeForTests]:
     """Yield a node that a test may do anything with."""
     async with node_for_tests(tmp_path, layers) as running:
         yield running
+
+
+@pytest.fixture
+def ask(node: NodeForTests) -> Asker:
+    """Ask for the node's snapshots."""
+    return Asker(node)

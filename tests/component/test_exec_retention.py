@@ -13,7 +13,7 @@ from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.exec import ExecState
 from dsec_common.wire.sandbox import ExecCommand, ExecResult
 from exec_client import Box, output
-from sandboxd_node import NodeForTests, build_layers, node_for_tests
+from sandboxd_node import NodeForTests, node_for_tests
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes need root")
 
@@ -22,13 +22,6 @@ KEPT_S = 4.0
 COUNTING = (
     "echo x >> /dev/shm/runs; n=0; while read line; do n=$((n + 1)); done < /dev/shm/runs; echo $n"
 )
-
-
-@pytest.fixture(scope="session")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("layers")
-    build_layers(directory)
-    return directory / "store"
 
 
 @pytest.fixture

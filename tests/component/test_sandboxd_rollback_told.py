@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,25 +25,12 @@ from dsec_common.wire.files import (
 )
 from dsec_common.wire.sandbox import ExecCommand, ExecResult
 from exec_client import Box, output
-from sandboxd_node import NodeForTests, build_layers, node_for_tests
+from sandboxd_node import NodeForTests
 from snapshot_node import Asker
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes need root")
 
 ROLLED_BACK = (ErrorCode.CONFLICT, "rolled_back", False)
-
-
-@pytest.fixture(scope="session")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("layers")
-    build_layers(directory)
-    return directory / "store"
-
-
-@pytest.fixture
-async def node(tmp_path: Path, layers: Path) -> AsyncIterator[NodeForTests]:
-    async with node_for_tests(tmp_path, layers) as running:
-        yield running
 
 
 class Story:

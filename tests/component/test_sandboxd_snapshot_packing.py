@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from dsec_common.wire.sandbox import MIB
-from sandboxd_node import build_layers, node_for_tests
 from snapshot_node import Asker
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes need root")
@@ -25,19 +23,6 @@ if [ -e "$last/srv/slow" ]; then
 fi
 exec {program} "$@"
 """
-
-
-@pytest.fixture(scope="session")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("layers")
-    build_layers(directory)
-    return directory / "store"
-
-
-@pytest.fixture
-async def ask(tmp_path: Path, layers: Path) -> AsyncIterator[Asker]:
-    async with node_for_tests(tmp_path, layers) as node:
-        yield Asker(node)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -34,34 +33,11 @@ from dsec_common.wire.sandbox import (
 )
 from dsec_common.wire.snapshot import FORK_CHILDREN_MAX, SnapshotInfo, TakeSnapshot
 from dsec_sandboxd.snapshot_tree import CHAIN_MAX
-from sandboxd_node import BASE, NODE, NodeForTests, build_layers, node_for_tests
+from refusals import refused
+from sandboxd_node import BASE, NODE, NodeForTests, node_for_tests
 from snapshot_node import Asker
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes need root")
-
-
-@pytest.fixture(scope="session")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("layers")
-    build_layers(directory)
-    return directory / "store"
-
-
-@pytest.fixture
-async def node(tmp_path: Path, layers: Path) -> AsyncIterator[NodeForTests]:
-    async with node_for_tests(tmp_path, layers) as running:
-        yield running
-
-
-@pytest.fixture
-def ask(node: NodeForTests) -> Asker:
-    return Asker(node)
-
-
-async def refused(asking: Any) -> DsecError:
-    with pytest.raises(DsecError) as caught:
-        await asking
-    return caught.value
 
 
 async def test_a_sandbox_made_from_a_snapshot_has_its_files_when_the_original_is_gone(

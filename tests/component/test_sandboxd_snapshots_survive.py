@@ -19,7 +19,7 @@ from dsec_common.wire.network import InspectNetwork, NetworkInfo, NetworkMode, N
 from dsec_common.wire.sandbox import MIB, CreateSandbox, InspectSandbox, Limits, SandboxInfo
 from dsec_sandboxd.kernel.cgroups_layout import detect_layout
 from dsec_sandboxd.making import Maker
-from sandboxd_node import BASE, NODE, NodeForTests, build_layers
+from sandboxd_node import BASE, NODE, NodeForTests
 from sandboxd_process import DaemonProcess, daemon_for_tests
 from snapshot_node import Asker
 
@@ -27,13 +27,6 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes need root")
 
 Both = tuple[DaemonProcess, NodeForTests]
 LARGE = Limits(memory_bytes=900 * MIB, disk_bytes=800 * MIB)
-
-
-@pytest.fixture(scope="session")
-def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("layers")
-    build_layers(directory)
-    return directory / "store"
 
 
 @pytest.fixture

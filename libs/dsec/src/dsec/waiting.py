@@ -55,8 +55,12 @@ class Waits(ABC):
     async def cancel_waiting(self, request_id: str) -> None:
         """Give up a request that waits; whoever waits for it is told ``conflict``.
 
+        For a queued one this holds over restarts of everything, whether or not it has been taken
+        from the queue; the same again is fine.
+
         Raises:
-            DsecError: ``not_found`` when no such request of the project waits.
+            DsecError: ``conflict`` when a node has been asked for it already, with ``sandbox_id``
+                in the details; ``not_found`` when it waits nowhere and nothing is queued.
         """
         channel = self._connected()
         await channel.ask(

@@ -340,6 +340,10 @@ class Bus:
             timeout_s=timeout_s,
         )
 
+    async def stored(self, stream: str, subject: str) -> int:
+        """Return how many messages a stream holds on a subject."""
+        return await self._streams.stored(stream, subject)
+
     async def consume(
         self,
         stream: str,

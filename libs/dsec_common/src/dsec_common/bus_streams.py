@@ -121,6 +121,12 @@ class Streams:
             f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", None, _API_TIMEOUT_S
         )
 
+    async def stored(self, stream: str, subject: str) -> int:
+        """Return how many messages a stream holds on a subject."""
+        answer = await self.api(f"STREAM.INFO.{stream}", {"subjects_filter": subject})
+        counts: dict[str, int] = answer["state"].get("subjects") or {}
+        return counts.get(subject, 0)
+
     async def ensure(self, spec: StreamSpec) -> None:
         """Create the stream or change it to ``spec``, and remember it for the next reconnection."""
         config = stream_config(spec)

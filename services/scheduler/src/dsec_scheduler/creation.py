@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Final, assert_never
+from typing import Final, NamedTuple, assert_never
 
 import msgspec
 
@@ -12,6 +12,7 @@ from dsec_common.clock import Clock
 from dsec_common.errors import DsecError
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.sandbox import CreateSandbox
+from dsec_scheduler.cancelling import Gate
 from dsec_scheduler.effects import Succeed
 from dsec_scheduler.errors import out_of_time
 from dsec_scheduler.idempotency import (
@@ -31,6 +32,18 @@ _FIRST_PAUSE_S: Final = 0.005
 _LAST_PAUSE_S: Final = 0.25
 
 
+class Queued(NamedTuple):
+    """What is known of a request that comes from the queue.
+
+    Attributes:
+        gate: passed before a node is asked.
+        waited_s: how long it has waited: so much of its turn it has where it waits for units.
+    """
+
+    gate: Gate
+    waited_s: float = 0.0
+
+
 class Creation:
     """Creates sandboxes, with and without an idempotency key."""
 
@@ -47,11 +60,11 @@ class Creation:
         caller: ReplyAddress,
         key: str = "",
         *,
-        waited_s: float = 0.0,
+        queued: Queued | None = None,
     ) -> Succeed:
         """Return the sandbox; with a ``key`` of the bucket, the same one each time.
 
-        What has waited ``waited_s`` before has that much of its turn where it waits for units.
+        What was ``queued`` has a key.
 
         When its node has told the caller, that is all; otherwise what came of the request's command
         is with it.
@@ -59,7 +72,7 @@ class Creation:
         Raises:
             DsecError: why there is none.
         """
-        succeeded = await self._create(project, request, timeout_s, caller, key, waited_s=waited_s)
+        succeeded = await self._create(project, request, timeout_s, caller, key, queued=queued)
         if succeeded.told or request.command is None or succeeded.created.result is not None:
             return succeeded
         created = await self._placer.with_outcome(project, request, succeeded.created, timeout_s)
@@ -73,11 +86,11 @@ class Creation:
         caller: ReplyAddress,
         key: str,
         *,
-        waited_s: float,
+        queued: Queued | None,
     ) -> Succeed:
         """Create or find it; without a key nothing is asked or written but the node."""
         if not key:
-            return await self._placer.create(project, request, timeout_s, caller, waited_s=waited_s)
+            return await self._placer.create(project, request, timeout_s, caller)
         deadline = self._clock.monotonic() + timeout_s
         waited = False
         pause_s = _FIRST_PAUSE_S
@@ -85,7 +98,7 @@ class Creation:
             left_s = max(deadline - self._clock.monotonic(), 0.0)
             with contextlib.suppress(ClaimLostError):
                 succeeded = await self._try_once(
-                    project, request, left_s, caller, key, waited=waited, waited_s=waited_s
+                    project, request, left_s, caller, key, waited=waited, queued=queued
                 )
                 if succeeded is not None:
                     return succeeded
@@ -105,12 +118,12 @@ class Creation:
         key: str,
         *,
         waited: bool,
-        waited_s: float,
+        queued: Queued | None,
     ) -> Succeed | None:
         """Return the sandbox, or None while another scheduler is at work on it."""
         digest = arguments_digest(request)
         record, revision = await self._ledger.find(key)
-        claim = self._ledger.claim(key, digest, revision)
+        claim = self._ledger.claim(key, digest, revision, queued.gate if queued else None)
         decision = decide(record, digest, self._clock.now(), waited=waited)
         match decision:
             case Replay():
@@ -127,6 +140,7 @@ class Creation:
                 pass
             case _:
                 assert_never(decision)
+        waited_s = queued.waited_s if queued else 0.0
         return await self._create_claimed(
             project, request, timeout_s, caller, claim, waited_s=waited_s
         )

@@ -189,9 +189,20 @@ def cancelled(request_id: str) -> DsecError:
     """Return what is told to who waits for a request that was given up."""
     return DsecError(
         ErrorCode.CONFLICT,
-        f"request {request_id} was cancelled while it waited for Compute Units",
+        f"request {request_id} was cancelled while it waited",
         retryable=False,
         details={"request_id": request_id},
+    )
+
+
+def already_begun(request_id: str, sandbox_id: str) -> DsecError:
+    """Return what is told to who gives up a request that does not wait any more."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"request {request_id} waits no more: sandbox {sandbox_id} is being made for it, or has "
+        "been; delete that",
+        retryable=False,
+        details={"request_id": request_id, "sandbox_id": sandbox_id},
     )
 
 
@@ -199,8 +210,8 @@ def not_waiting(request_id: str) -> DsecError:
     """Return the error for a question about what does not wait at any scheduler."""
     return DsecError(
         ErrorCode.NOT_FOUND,
-        f"no request {request_id} of this project waits for Compute Units: it has its sandbox, was "
-        "refused, or was never heard of",
+        f"no request {request_id} of this project waits here: it has its sandbox, was refused, or "
+        "was never heard of",
         details={"request_id": request_id},
     )
 

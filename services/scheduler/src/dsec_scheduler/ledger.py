@@ -8,8 +8,10 @@ import structlog
 
 from dsec_common.bus import KeyValue
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import ErrorReply
 from dsec_common.wire.sandbox import SandboxCreated
+from dsec_scheduler.cancelling import Gate
 from dsec_scheduler.effects import Place
 from dsec_scheduler.idempotency import RequestRecord, RequestState
 
@@ -32,6 +34,7 @@ class Claim:
         owner: this scheduler's name.
         revision: of the record found; 0 when there was none.
         grace_s: how long after its attempt's end the claim stands.
+        gate: that a queued request has to pass.
     """
 
     def __init__(
@@ -43,9 +46,11 @@ class Claim:
         *,
         revision: int,
         grace_s: float,
+        gate: Gate | None,
     ) -> None:
         self._records = records
         self._key = key
+        self._gate = gate
         self._digest = digest
         self._owner = owner
         self._revision = revision
@@ -57,8 +62,10 @@ class Claim:
 
         Raises:
             ClaimLostError: someone else has the key.
-            DsecError: the bucket does not answer.
+            DsecError: the bucket does not answer; ``conflict`` when the request was given up.
         """
+        if self._gate is not None:
+            await self._gate.begin(str(ScopedId(attempt.node, attempt.local)))
         record = RequestRecord(
             digest=self._digest,
             state=RequestState.PENDING,
@@ -142,7 +149,7 @@ class Ledger:
             raise
         return entry.value, entry.revision
 
-    def claim(self, key: str, digest: str, revision: int) -> Claim:
+    def claim(self, key: str, digest: str, revision: int, gate: Gate | None = None) -> Claim:
         """Return a claim on the key that replaces ``revision``; nothing is written yet."""
         return Claim(
             self._records,
@@ -151,4 +158,5 @@ class Ledger:
             self._owner,
             revision=revision,
             grace_s=self._grace_s,
+            gate=gate,
         )

@@ -21,8 +21,9 @@ from dsec_common.wire.base import Message
 from dsec_common.wire.sandbox import CreateSandbox, SandboxRefused, SandboxRunning
 from dsec_scheduler import admission, metrics
 from dsec_scheduler.agents.resolving import Resolver
+from dsec_scheduler.cancelling import Cancellations, Gate
 from dsec_scheduler.config import SchedulerConfig
-from dsec_scheduler.creation import Creation
+from dsec_scheduler.creation import Creation, Queued
 from dsec_scheduler.effects import Succeed
 from dsec_scheduler.errors import bad_field, too_many_wait
 from dsec_scheduler.idempotency import bucket_key
@@ -47,10 +48,12 @@ class QueueDoor:
         randomness: random.Random,
         *,
         agents: Resolver,
+        cancellations: Cancellations,
     ) -> None:
         self._bus = bus
         self._creation = creation
         self._agents = agents
+        self._cancellations = cancellations
         self._clock = clock
         self._config = config
         self._random = randomness
@@ -65,9 +68,11 @@ class QueueDoor:
         """
         request = queued.message
         subjects.validate_local(request.message_id)
+        gate = Gate(self._cancellations, queued.project, request.message_id)
         try:
-            running = await self._create(queued)
+            running = await self._create(queued, gate)
         except DsecError as error:
+            await gate.leave()
             # The first delivery carries the same time as the last: the stream keeps it.
             patience_s = max(request.timeout_s, self._config.queue_patience_s)
             left_s = queued.stored_at + patience_s - self._clock.now()
@@ -91,8 +96,9 @@ class QueueDoor:
         metrics.CREATES.labels("queue", "ok").inc()
         await self._tell(queued.project, request.message_id, "created", running)
 
-    async def _create(self, queued: Request[CreateSandbox]) -> SandboxRunning:
+    async def _create(self, queued: Request[CreateSandbox], gate: Gate) -> SandboxRunning:
         request, project = queued.message, queued.project
+        await gate.look()
         if request.command is not None:
             raise bad_field("command", request.command.argv, "a queued request carries no command")
         attempt_s = self._config.attempt_timeout_s * self._config.attempts_max
@@ -105,9 +111,14 @@ class QueueDoor:
         else:
             key = bucket_key(project, "queue", f"{queued.sequence} {queued.stored_at!r}")
         if request.gpu_demand is None:
-            succeeded = await self._creation.create(project, tried, attempt_s, ReplyAddress(), key)
+            succeeded = await self._creation.create(
+                project, tried, attempt_s, ReplyAddress(), key, queued=Queued(gate)
+            )
         else:
-            succeeded = await self._wait_for_units(queued, tried, key)
+            succeeded = await self._wait_for_units(queued, tried, key, gate)
+        if not succeeded.create_id:
+            # It was made before, for this key: nothing has passed the gate in this life.
+            await gate.begin(succeeded.created.sandbox_id)
         return SandboxRunning(
             cause_id=request.message_id,
             sandbox_id=succeeded.created.sandbox_id,
@@ -116,7 +127,7 @@ class QueueDoor:
         )
 
     async def _wait_for_units(
-        self, queued: Request[CreateSandbox], tried: CreateSandbox, key: str
+        self, queued: Request[CreateSandbox], tried: CreateSandbox, key: str, gate: Gate
     ) -> Succeed:
         """Have it wait here, in its turn since it was queued, for as long as it may.
 
@@ -136,7 +147,7 @@ class QueueDoor:
                 max(patience_s - waited_s, tried.timeout_s),
                 ReplyAddress(),
                 key,
-                waited_s=waited_s,
+                queued=Queued(gate, waited_s),
             )
         finally:
             self._waiting -= 1

@@ -30,6 +30,7 @@ from dsec_scheduler.agents.part import AgentPart
 from dsec_scheduler.agents.registry import Registry
 from dsec_scheduler.agents.resolving import Resolver
 from dsec_scheduler.calls import CallDoor, request_of
+from dsec_scheduler.cancelling import Cancellations, QueuedRecord
 from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.creation import Creation
 from dsec_scheduler.dags.part import DagPart
@@ -74,6 +75,7 @@ class SchedulerService(Service[SchedulerConfig]):
         self._gangs: GangDoor
         self._waits: set[asyncio.Task[None]] = set()
         self._creation: Creation
+        self._cancellations: Cancellations
         self._pools: PoolDoor
         self._calls: CallDoor
         self._registry: Registry
@@ -102,6 +104,10 @@ class SchedulerService(Service[SchedulerConfig]):
         )
         owner = f"{socket.gethostname()} {os.getpid()}"
         ledger = Ledger(records, owner, self.config.idempotency_grace_s)
+        queued = await self.bus.kv(
+            BUCKET, QueuedRecord, ttl_s=self.config.idempotency_ttl_s, replicas=replicas
+        )
+        self._cancellations = Cancellations(queued, self.clock)
         self._registry = await Registry.open(self.bus, self.clock, replicas, self._random)
         self._agents = Resolver(self._registry)
         self._leasing = Leasing(self.bus)
@@ -173,7 +179,13 @@ class SchedulerService(Service[SchedulerConfig]):
             max_pending=4 * self.config.concurrency,
         )
         door = QueueDoor(
-            self.bus, self._creation, self.clock, self.config, self._random, agents=self._agents
+            self.bus,
+            self._creation,
+            self.clock,
+            self.config,
+            self._random,
+            agents=self._agents,
+            cancellations=self._cancellations,
         )
         await self.bus.consume(
             streams.QUEUE.name,
@@ -183,7 +195,7 @@ class SchedulerService(Service[SchedulerConfig]):
             max_in_flight=self.config.queue_in_flight + self.config.queue_waiting_max,
         )
         await self._desk.reports.listen()
-        await WaitingDoor(self.bus, self._desk).serve(QUEUE)
+        await WaitingDoor(self.bus, self._desk, self._cancellations).serve(QUEUE)
         await self._agent_part.serve(QUEUE)
         await self._dags.serve(QUEUE)
         self.spawn(self._dags.follow(), "follow runs of DAGs")

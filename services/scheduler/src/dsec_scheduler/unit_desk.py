@@ -197,11 +197,17 @@ class UnitDesk:
         now, unix_s = self._clock.monotonic(), self._clock.now()
         return explain(ask, self._room, self._world(), now, unix_s)
 
-    def cancel(self, project: str, request_id: str) -> None:
-        """Have a request wait no more; whoever waits for it is told ``conflict``."""
-        for ask_id, (wish, _) in list(self._wishes.items()):
+    def cancel(self, project: str, request_id: str) -> bool:
+        """Have a request wait no more; whoever waits for it is told ``conflict``.
+
+        Return whether it waited: one that has just been granted its units did not.
+        """
+        waited = False
+        for ask_id, (wish, outcome) in list(self._wishes.items()):
             if wish.request_id == request_id and wish.project == project:
+                waited |= not outcome.done()
                 self._fail(ask_id, errors.cancelled(request_id))
+        return waited
 
     def stop(self) -> None:
         """Tell all who wait that they must ask another scheduler."""

@@ -1,10 +1,10 @@
-"""Why something waits for Compute Units, and giving it up, whichever scheduler has it."""
+"""Why something waits for Compute Units, and giving up what waits, whichever scheduler has it."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from dsec_common import subjects
+from dsec_common import streams, subjects
 from dsec_common.bus import Bus, Request
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.base import Message
@@ -15,6 +15,7 @@ from dsec_common.wire.waiting import (
     WaitingCancelled,
     WaitingExplained,
 )
+from dsec_scheduler.cancelling import Cancellations
 from dsec_scheduler.errors import not_waiting
 from dsec_scheduler.unit_desk import UnitDesk
 
@@ -25,9 +26,10 @@ _FIND_TIMEOUT_S: Final = 1.0
 class WaitingDoor:
     """Answers projects, and other schedulers."""
 
-    def __init__(self, bus: Bus, desk: UnitDesk) -> None:
+    def __init__(self, bus: Bus, desk: UnitDesk, cancellations: Cancellations) -> None:
         self._bus = bus
         self._desk = desk
+        self._cancellations = cancellations
 
     async def serve(self, queue: str) -> None:
         """Open the doors."""
@@ -41,22 +43,51 @@ class WaitingDoor:
         return await self._here(wanted) or await self._elsewhere(wanted, WaitingExplained)
 
     async def _cancel(self, asked: Request[CancelWaiting]) -> Message:
-        wanted = FindWaiting(
-            project=asked.project, request_id=asked.message.request_id, cancel=True
-        )
-        return await self._here(wanted) or await self._elsewhere(wanted, WaitingCancelled)
+        """Have nothing be made of a request, whether it waits somewhere or is still in the queue.
+
+        What is kept of it comes first: who takes it from the queue meanwhile looks there.
+
+        Raises:
+            DsecError: ``conflict`` when a node has been asked for it; ``not_found`` when it waits
+                nowhere and the project has nothing in the queue.
+        """
+        project, request_id = asked.project, asked.message.request_id
+        # Before all else: once it is given up it may leave the queue at any moment.
+        queued = await self._bus.stored(streams.QUEUE.name, subjects.queue_sandbox_create(project))
+        begun: DsecError | None = None
+        known = False
+        try:
+            known = await self._cancellations.cancel(project, request_id)
+        except DsecError as error:
+            if error.code is not ErrorCode.CONFLICT:
+                raise
+            begun = error
+        wanted = FindWaiting(project=project, request_id=request_id, cancel=True)
+        try:
+            return await self._here(wanted) or await self._elsewhere(wanted, WaitingCancelled)
+        except DsecError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            if begun is not None:
+                raise begun from None
+            if not known and not queued:
+                await self._cancellations.forget(project, request_id)
+                raise
+        return WaitingCancelled(request_id=request_id)
 
     async def _find(self, asked: Request[FindWaiting]) -> Message | None:
         return await self._here(asked.message)
 
     async def _here(self, wanted: FindWaiting) -> Message | None:
-        ask = self._desk.find(wanted.project, wanted.request_id)
-        if ask is None:
-            return None
-        if not wanted.cancel:
-            return await self._desk.explain(ask)
-        self._desk.cancel(wanted.project, wanted.request_id)
-        return WaitingCancelled(request_id=wanted.request_id)
+        project, request_id = wanted.project, wanted.request_id
+        if wanted.cancel:
+            if not self._desk.cancel(project, request_id):
+                return None
+            # It may have been begun before it came to wait again; and this process may die now.
+            await self._cancellations.note(project, request_id)
+            return WaitingCancelled(request_id=request_id)
+        ask = self._desk.find(project, request_id)
+        return None if ask is None else await self._desk.explain(ask)
 
     async def _elsewhere(self, wanted: FindWaiting, reply_type: type[Message]) -> Message:
         """Ask all schedulers; this one, too, hears it and says nothing.

@@ -226,7 +226,7 @@ def explain(request_id: str, *, json_output: Json = False) -> None:
 
 @app.command()
 def cancel(request_id: str, *, json_output: Json = False) -> None:
-    """Give up a request that waits for Compute Units."""
+    """Give up a request that waits for Compute Units or in the queue."""
 
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick

@@ -74,13 +74,17 @@ class WaitingExplained(Message, frozen=True, kw_only=True):
 
 
 class CancelWaiting(Message, frozen=True, kw_only=True):
-    """Give up a request that waits for Compute Units; its caller is told ``conflict``."""
+    """Give up a request that waits for Compute Units or in the queue.
+
+    Its caller is told ``conflict``. So is who asks for this when a node has been asked for the
+    request already, with the ``sandbox_id`` in the details.
+    """
 
     request_id: str
 
 
 class WaitingCancelled(Message, frozen=True, kw_only=True):
-    """It waits no more."""
+    """It waits no more: nothing is made of it, whoever takes it from the queue."""
 
     request_id: str
 

@@ -2,8 +2,8 @@
 
 The library gives each message to a task of its subscription, through a queue, and each publication
 to a task that flushes, through another. Here a subscription that never makes the reader wait is
-called by the reader itself, and what can be written at once is: at the end of the loop's turn, with
-everything else of that turn. All that is out of the ordinary goes the library's own way.
+called by the reader itself, and what can be written in this turn of the loop is. All that is out of
+the ordinary goes the library's own way.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from nats.aio.client import Client
+from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.aio.transport import TcpTransport
 from nats.errors import MaxPayloadError
+
+from dsec_common.bus_transport import GatheringTransport
 
 Receive = Callable[[Msg], Awaitable[None]]
 
@@ -59,16 +60,13 @@ class DirectClient(Client):
         if (
             self._status != Client.CONNECTED
             or self._pending
-            or type(transport) is not TcpTransport
+            or type(transport) is not GatheringTransport
             or not _SUBJECT.fullmatch(subject)
             or (reply and not _SUBJECT.fullmatch(reply))
         ):
             return False
-        writer = transport._io_writer  # noqa: SLF001  as above
-        if writer is None:
-            return False
-        stream = writer.transport
-        if stream.is_closing() or stream.get_write_buffer_size() > _WAITING_BYTES_MAX:
+        waiting_bytes = transport.waiting_bytes
+        if waiting_bytes is None or waiting_bytes > _WAITING_BYTES_MAX:
             return False
         head = header_block(headers) if headers else b""
         if head is None:
@@ -77,7 +75,7 @@ class DirectClient(Client):
         if size > self._max_payload:
             return False
         operation = f"HPUB {subject} {reply} {len(head)}" if head else f"PUB {subject} {reply}"
-        stream.write(b"%s %d\r\n%s%s\r\n" % (operation.encode(), size, head, payload))
+        transport.write(b"%s %d\r\n%s%s\r\n" % (operation.encode(), size, head, payload))
         self.stats["out_msgs"] += 1
         self.stats["out_bytes"] += len(payload)
         return True
@@ -95,6 +93,11 @@ class DirectClient(Client):
         if payload_size + _size_of(headers or {}) > self._max_payload:
             raise MaxPayloadError
         await super()._send_publish(subject, reply, payload, payload_size, headers)
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        if self._transport is None and s.uri.scheme not in {"ws", "wss"}:
+            self._transport = GatheringTransport()
+        await super()._connect_to_server(s)
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._direct.pop(sid, None)

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
 import msgspec
@@ -137,13 +136,7 @@ class DSecClient(Functions, Readings, Waits):
     async def __aenter__(self) -> Self:
         return await self.connect()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        del kind, error, traceback
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _connected(self) -> Channel:

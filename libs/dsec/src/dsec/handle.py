@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Final, Self
 
 from dsec.channel import ANSWER_PATIENCE_S, AWAY_S, Channel
@@ -46,13 +45,7 @@ class Closing(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        del kind, error, traceback
+    async def __aexit__(self, *_: object) -> None:
         await self._leave()
 
     @abstractmethod

@@ -20,8 +20,6 @@ from dsec_common.log_spool import Spool, left_behind
 from dsec_common.topics import behavior_logs
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from dsec_common.behavior import BehaviorLog
 
 _log = structlog.get_logger(__name__)
@@ -352,10 +350,5 @@ class LogProducer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()

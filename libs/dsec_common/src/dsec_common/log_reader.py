@@ -20,7 +20,6 @@ from dsec_common.log_pace import LONGEST_S, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from types import TracebackType
 
 _log = structlog.get_logger(__name__)
 
@@ -355,12 +354,7 @@ class TopicReader(ABC, Generic[Record]):
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
 

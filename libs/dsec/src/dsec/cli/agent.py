@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from dsec.cli.network import Allow, Deny, PolicyFile, RuleSet, policy_of
+from dsec.cli.network import Allow, Deny, Network, PolicyFile, RuleSet, policy_of
 from dsec.cli.options import Toolkits, Workspace
 from dsec.cli.output import Json, Output, UsageError, age_text, pairs, run, size_text
 
@@ -269,7 +269,7 @@ def policy(
     revoke: Annotated[
         list[str] | None, typer.Option("--revoke", help="A permission taken away; repeat.")
     ] = None,
-    network: Annotated[str, typer.Option("--network", help="none, allow or open.")] = "",
+    network: Network = "",
     allow: Allow = None,
     deny: Deny = None,
     rule_set: RuleSet = None,

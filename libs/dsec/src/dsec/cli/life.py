@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @app.command("list")
 def list_sandboxes(
     *,
-    label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE.")] = None,
+    label: Labels = None,
     state: Annotated[
         list[str] | None, typer.Option("--state", help="Only in this state; repeat for more.")
     ] = None,

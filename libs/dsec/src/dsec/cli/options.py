@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Base = Annotated[
     str, typer.Argument(help="Base layer: name@version or sha256:…; none with --snapshot")
 ]
+RequiredBase = Annotated[str, typer.Argument(help="Base layer: name@version or sha256:…")]
 Command = Annotated[list[str], typer.Argument(help="Program and arguments.")]
 Workspace = Annotated[str, typer.Option(help="Workspace layer.")]
 Toolkits = Annotated[

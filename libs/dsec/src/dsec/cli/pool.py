@@ -25,6 +25,7 @@ from dsec.cli.options import (
     Memory,
     OomGroup,
     Pids,
+    RequiredBase,
     Shell,
     Stdin,
     Toolkits,
@@ -56,7 +57,7 @@ def _row(pool: Any) -> tuple[str, ...]:
 
 @app.command("set")
 def set_pool(
-    base: Annotated[str, typer.Argument(help="Base layer: name@version or sha256:…")],
+    base: RequiredBase,
     *,
     size: Annotated[int, typer.Option("--size", "-n", help="Sandboxes that wait, on all nodes.")],
     workspace: Workspace = "",
@@ -137,7 +138,7 @@ def remove_pool(
 
 
 def call(
-    base: Annotated[str, typer.Argument(help="Base layer: name@version or sha256:…")],
+    base: RequiredBase,
     command: Command,
     *,
     workspace: Workspace = "",

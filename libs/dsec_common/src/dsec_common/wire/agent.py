@@ -298,8 +298,8 @@ class PushPolicy(Message, frozen=True, kw_only=True):
 # --- Answers --------------------------------------------------------------------------------------
 
 
-class AgentVersionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A version. ``instances`` lag behind the nodes by a second or two."""
+class AgentVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A version as it was registered, and its state; see :class:`RegisterAgent`."""
 
     version: str
     state: VersionState
@@ -310,6 +310,11 @@ class AgentVersionInfo(msgspec.Struct, frozen=True, kw_only=True):
     toolkits: tuple[str, ...] = ()
     package_sha256: str = ""
     package_bytes: int = 0
+
+
+class AgentVersionInfo(AgentVersion, frozen=True, kw_only=True):
+    """A version. ``instances`` lag behind the nodes by a second or two."""
+
     contract: dict[str, Any] = msgspec.field(default_factory=dict)
     policy_revision: int = 0
     policy: AgentPolicy | None = None

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from dsec_common.wire.agent import AgentPolicy, VersionState
+from dsec_common.wire.agent import AgentPolicy, AgentVersion
 from dsec_common.wire.base import Message
 
 
-class VersionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A version as it was registered.
+class VersionRecord(AgentVersion, frozen=True, kw_only=True, omit_defaults=True):
+    """A version, as the registry keeps it.
 
     Attributes:
         contract_sha256: of its contract, which is kept beside the agent's document.
         policy: the revision of the policy of its instances; 0 for none.
     """
 
-    version: str
-    state: VersionState
-    registered_at: float
-    permissions: tuple[str, ...] = ()
-    base: str = ""
-    workspace: str = ""
-    toolkits: tuple[str, ...] = ()
-    package_sha256: str = ""
-    package_bytes: int = 0
     contract_sha256: str = ""
     policy: int = 0
 

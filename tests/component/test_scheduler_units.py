@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -117,6 +118,29 @@ async def test_what_finds_no_units_waits_for_them_and_says_why(plane: ControlPla
     with pytest.raises(DsecError) as gone:
         await explain(user, asked.message_id)
     assert gone.value.code is ErrorCode.NOT_FOUND
+
+
+async def test_what_waits_is_told_when_units_are_expected_back(plane: ControlPlane) -> None:
+    await plane.node("gpu-1", gpus=gpus(1))
+    await plane.scheduler()
+    user = await plane.project()
+    began = time.time()
+    await create(user, wants(30.0, ttl_s=600.0))
+    await create(user, wants(70.0))
+    small, large = wants(20.0, timeout_s=20.0), wants(50.0, timeout_s=20.0)
+    pending = [asyncio.create_task(create(user, it)) for it in (small, large)]
+    why = await waiting(user, small.message_id)
+    assert began + 600.0 <= why.expected_at <= time.time() + 600.0
+    never = await waiting(user, large.message_id)
+    assert never.expected_at == 0.0
+    assert "1 of 2 leases do not say when they end" in never.would_change[-1]
+    for it in (small, large):
+        await user.request(
+            subjects.sandbox_waiting("default", "cancel"),
+            CancelWaiting(request_id=it.message_id),
+            WaitingCancelled,
+        )
+    await asyncio.gather(*pending, return_exceptions=True)
 
 
 async def test_what_waits_in_vain_is_told_why_when_its_time_is_over(plane: ControlPlane) -> None:

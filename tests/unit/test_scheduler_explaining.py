@@ -60,7 +60,44 @@ def test_what_holds_the_units_is_told_by_node_and_age() -> None:
     world = World(nodes=(node("n1", card("c"), taken=70),), leases=leases)
     room.handle(Asked(one, world, 0.0))
     told = explain(one, room, world, 10.0, 1000.0)
-    assert told.would_change[-1] == "2 leases on n1 hold 70 CU, the oldest for 12 min"
+    assert told.would_change[-2] == "2 leases on n1 hold 70 CU, the oldest for 12 min"
+
+
+def ending(percent: int, ends_at: float = 0.0, of: str = "c") -> HeldUnits:
+    """Return a lease on so many percent of a card."""
+    part = part_of_card(card(of), percent)
+    return HeldUnits(cu=float(percent), since=0.0, slices=(part,), ends_at=ends_at)
+
+
+def explained(one: Ask, *leases: HeldUnits) -> WaitingExplained:
+    """Return why an ask waits on one card of which these leases have parts, at Unix time 1000."""
+    held = tuple(it for lease in leases for it in lease.slices)
+    world = World(nodes=(NodeCapacity("n1", (card("c"),), held),), leases={"n1": leases})
+    room = WaitingRoom(QueueRules())
+    room.handle(Asked(one, world, 0.0))
+    return explain(one, room, world, 10.0, 1000.0)
+
+
+def test_when_enough_comes_back_is_told_by_the_ends_of_leases() -> None:
+    leases = (ending(30, 1100.0), ending(20, 1000.0 + 720.0), ending(40, 5000.0), ending(10))
+    for cu, at, told in (
+        (30.0, 1100.0, "2 min"),
+        (45.0, 1720.0, "12 min"),
+        (90.0, 5000.0, "67 min"),
+    ):
+        found = explained(ask(cu), *leases)
+        assert found.expected_at == at
+        assert found.would_change[-1] == (
+            f"enough is expected back in {told}, who goes before it apart"
+        )
+
+
+def test_ends_that_are_not_known_or_were_wrong_are_told_as_not_known() -> None:
+    found = explained(ask(60.0), ending(50, 1100.0), ending(25, 900.0), ending(25))
+    assert found.expected_at == 0.0
+    assert found.would_change[-1] == (
+        "when enough comes back is not known: 2 of 3 leases do not say when they end"
+    )
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ class Books:
             service_class=asked.service_class,
             priority=asked.priority,
             agent=asked.agent,
+            ends_at=now + asked.holds_s if 0 < asked.holds_s < math.inf else 0.0,
         )
         self._pool.take(slices)
         self._put(lease)
@@ -199,6 +200,7 @@ class Books:
             expires_at=now + ttl_s,
             token=self._next_token(now),
             confirmed_at=0.0,
+            ends_at=0.0,
             segments=0,
             metered_to_ms=0,
         )

@@ -62,4 +62,5 @@ def held(lease: Lease) -> HeldLease:
         service_class=lease.service_class,
         priority=lease.priority,
         slices=lease.slices,
+        ends_at=lease.ends_at,
     )

@@ -29,6 +29,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         resizes: how often it has got other slices of its cards.
         resize_reason: why it did the last time.
         agent: the kind of agent that it is held for.
+        ends_at: Unix time by which its holder is expected to be gone; 0 when nobody knows.
         segments: how many segments of it have been metered.
         metered_to_ms: the end of the last of them.
     """
@@ -47,6 +48,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     resizes: int = 0
     resize_reason: str = ""
     agent: str = ""
+    ends_at: float = 0.0
     segments: int = 0
     metered_to_ms: int = 0
 

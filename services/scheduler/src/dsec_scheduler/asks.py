@@ -56,6 +56,7 @@ class HeldUnits:
         slices: what it holds.
         demand: what it was granted for; None when nobody can tell what it could do with less.
         rank: how important it is.
+        ends_at: Unix time by which it is expected to be over; 0 when nobody knows.
     """
 
     cu: float
@@ -63,6 +64,7 @@ class HeldUnits:
     slices: tuple[Slice, ...] = ()
     demand: GpuDemand | None = None
     rank: Rank = _STANDARD
+    ends_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from dsec_scheduler.solving.problem import NodeCapacity
 from dsec_scheduler.supply import Cards, Supply, place_alone
 
 _NAMED_MAX: Final = 3
+_MINUTE_S: Final = 60.0
 #: What is dropped from a demand to see whether it stands in the way: the demand's own words first.
 _RELAXED: Final = (
     ("island", {"same_island": False}, "leave out the same island"),
@@ -44,6 +46,7 @@ def explain(
     ahead = len(room.line_of(ask, world))
     quota = room.limited.get(ask.ask_id, "")
     startable = _startable_cu(ask, supply, cards)
+    expected_at = 0.0
     changes: tuple[str, ...]
     if quota:
         constraint = "quota"
@@ -58,6 +61,7 @@ def explain(
     else:
         constraint = "capacity"
         reason = f"waits for {_wanted(ask)}: {_most_free(ask, supply, cards)}"
+        expected_at = _expected_at(ask, world, cards, unix_s)
         changes = tuple(
             _for_want(
                 ask,
@@ -66,6 +70,7 @@ def explain(
                 supply=supply,
                 cards=cards,
                 startable_cu=startable,
+                expected_at=expected_at,
                 unix_s=unix_s,
             )
         )
@@ -80,6 +85,7 @@ def explain(
         would_change=changes,
         startable_cu=startable,
         quota=quota,
+        expected_at=expected_at,
     )
 
 
@@ -118,6 +124,7 @@ def _for_want(
     supply: Supply,
     cards: Cards,
     startable_cu: float,
+    expected_at: float,
     unix_s: float,
 ) -> Iterator[str]:
     """Yield what would let an ask start that waits for units to come free."""
@@ -138,6 +145,46 @@ def _for_want(
                 f"{len(leases)} leases on {node} hold {math.fsum(it.cu for it in leases):g} CU, "
                 f"the oldest for {oldest_s / 60:.0f} min"
             )
+    held = [lease for of_node in world.leases.values() for lease in of_node]
+    if expected_at:
+        left = _duration(expected_at - unix_s)
+        yield f"enough is expected back in {left}, who goes before it apart"
+    elif held:
+        silent = sum(lease.ends_at <= unix_s for lease in held)
+        yield (
+            "when enough comes back is not known: "
+            f"{silent} of {len(held)} leases do not say when they end"
+        )
+
+
+def _expected_at(ask: Ask, world: World, cards: Cards, unix_s: float) -> float:
+    """Return the soonest Unix time by which leases have ended that make room for an ask, or 0."""
+    ends = sorted({held.ends_at for of_node in world.leases.values() for held in of_node})
+    ends = [at for at in ends if at > unix_s]
+
+    def fits(at: float) -> bool:
+        return bool(place_alone(ask, Supply(_left_at(world, at, unix_s)), cards, {}))
+
+    # What has come back by one time has come back by each later one.
+    first = bisect.bisect_left(ends, True, key=fits)
+    return ends[first] if first < len(ends) else 0.0
+
+
+def _left_at(world: World, at: float, unix_s: float) -> Iterator[NodeCapacity]:
+    """Yield the nodes as they are once the leases have ended that are expected to by then."""
+    for node in world.nodes:
+        held = list(node.held)
+        for lease in world.leases.get(node.node, ()):
+            if unix_s < lease.ends_at <= at:
+                for slice_ in lease.slices:
+                    # Slices of a card that fell off are held by nobody.
+                    if slice_ in held:
+                        held.remove(slice_)
+        yield replace(node, held=tuple(held))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < _MINUTE_S else f"{seconds / 60:.0f} min"
 
 
 def _startable_cu(ask: Ask, supply: Supply, cards: Cards) -> float:

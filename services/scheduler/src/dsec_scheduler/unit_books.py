@@ -100,6 +100,7 @@ class UnitBooks:
                         slices=lease.slices,
                         demand=lease.demand,
                         rank=rank_of(lease.service_class, lease.priority),
+                        ends_at=lease.ends_at,
                     )
                     for lease in it.leases
                 )

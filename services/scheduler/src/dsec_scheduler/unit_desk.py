@@ -185,12 +185,12 @@ class UnitDesk:
         return None
 
     async def explain(self, ask: Ask) -> WaitingExplained:
-        """Return why something waits.
+        """Return why something waits, by what the broker says now.
 
         Raises:
             DsecError: the broker did not answer.
         """
-        await self._books.refresh(self._config.round_interval_s)
+        await self._books.refresh(0.0)
         return self._explain(ask)
 
     def _explain(self, ask: Ask) -> WaitingExplained:
@@ -332,6 +332,7 @@ class UnitDesk:
                 priority=ask.priority,
                 slices=() if effect.makes_room else part.slices,
                 agent=request.agent,
+                holds_s=_longest_s(request),
             )
             for request, demand, part in zip(wish.requests, ask.demands, effect.parts, strict=True)
         ]
@@ -353,6 +354,13 @@ class UnitDesk:
             return
         outcome.set_result(granted)
         self._handle(LeasesTaken(ask.ask_id))
+
+
+def _longest_s(request: CreateSandbox) -> float:
+    """Return how long a sandbox may live by what was asked for; 0 when nothing says."""
+    command = request.command
+    only_command_s = command.timeout_s if command is not None and request.delete_after else 0.0
+    return min((limit_s for limit_s in (request.ttl_s, only_command_s) if limit_s > 0), default=0.0)
 
 
 def _tell_failure(rounds: asyncio.Task[None]) -> None:

@@ -23,6 +23,7 @@ class GrantLease(Message, frozen=True, kw_only=True):
         ttl_s: the lease ends by itself unless renewed.
         slices: just these, as they were found free; none for the broker's own choice.
         agent: the kind of agent that the units are for, if any; for the bill.
+        holds_s: the holder is expected to need them no longer than this; 0 when nobody knows.
     """
 
     project: str
@@ -35,6 +36,7 @@ class GrantLease(Message, frozen=True, kw_only=True):
     priority: int = 0
     slices: tuple[Slice, ...] = ()
     agent: str = ""
+    holds_s: float = 0.0
 
     @property
     def wanted(self) -> GpuDemand:
@@ -155,7 +157,12 @@ class ListLeases(Message, frozen=True, kw_only=True):
 
 
 class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
-    """One lease, to other services."""
+    """One lease, to other services.
+
+    Attributes:
+        ends_at: Unix time by which its holder is expected to be gone; 0 when nobody knows. Of a
+            sandbox whose time to live was changed since it is what was said first.
+    """
 
     lease_id: str
     project: str
@@ -168,6 +175,7 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
     service_class: ServiceClass = ServiceClass.STANDARD
     priority: int = 0
     slices: tuple[Slice, ...] = ()
+    ends_at: float = 0.0
 
 
 class NodeLeases(msgspec.Struct, frozen=True, kw_only=True):

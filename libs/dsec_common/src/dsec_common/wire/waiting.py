@@ -59,6 +59,9 @@ class WaitingExplained(Message, frozen=True, kw_only=True):
         would_change: for people, what the caller or an operator can do, the easiest first.
         startable_cu: with so many as ``max_cu`` (and ``min_cu``) it would fit now; 0 for none.
         quota: the quota that it waits for.
+        expected_at: Unix time by which enough units for it are expected to come back, by what was
+            said of the sandboxes that hold them; 0 when that is not known. Who goes before it may
+            take them.
     """
 
     request_id: str
@@ -71,6 +74,7 @@ class WaitingExplained(Message, frozen=True, kw_only=True):
     would_change: tuple[str, ...] = ()
     startable_cu: float = 0.0
     quota: str = ""
+    expected_at: float = 0.0
 
 
 class CancelWaiting(Message, frozen=True, kw_only=True):

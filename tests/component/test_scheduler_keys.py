@@ -11,9 +11,12 @@ import pytest
 from control_plane import ControlPlane, NodePeer, control_plane, request
 from dsec_common import subjects
 from dsec_common.bus import Bus, KeyValue
+from dsec_common.compute.model import GpuDemand
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.testing.nats import nats_for_tests
+from dsec_common.wire.node import Gpu
 from dsec_common.wire.sandbox import MIB, CreateSandbox, Limits, SandboxCreated
+from dsec_common.wire.waiting import ExplainWaiting, WaitingExplained
 from dsec_scheduler.idempotency import RequestRecord, RequestState, arguments_digest, bucket_key
 from dsec_scheduler.ledger import BUCKET
 
@@ -239,3 +242,37 @@ async def test_the_record_tells_the_outcome(plane: ControlPlane) -> None:
             assert entry.value.state is RequestState.CREATED
             assert entry.value.created == created
             return
+
+
+async def test_a_key_for_which_one_of_two_waited_in_vain_is_still_one_sandbox(
+    plane: ControlPlane,
+) -> None:
+    await plane.broker()
+    node = await plane.node("node-1", gpus=(Gpu(uuid="GPU-0", model="NVIDIA A100"),))
+    await plane.scheduler()
+    user = await plane.project()
+    units = GpuDemand(min_cu=60, max_cu=60)
+    before = await create(user, request(gpu=units))
+    asked = [request(gpu=units, idempotency_key="k", timeout_s=3.0) for _ in range(2)]
+    asking = [asyncio.create_task(create(user, it)) for it in asked]
+    for it in asked:
+        await _until_it_waits(user, it.message_id)
+    await node.beat()
+    del node.sandboxes[before.sandbox_id.partition(".")[2]]
+    node.lease_ids = ()
+    first, second = await asyncio.gather(*asking)
+    assert second == first
+    assert made_by(node) == 1
+
+
+async def _until_it_waits(user: Bus, request_id: str) -> None:
+    explain = subjects.sandbox_waiting("default", "explain")
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await user.request(explain, ExplainWaiting(request_id=request_id), WaitingExplained)
+            except DsecError as error:
+                if error.code is not ErrorCode.NOT_FOUND:
+                    raise
+            else:
+                return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Final, NamedTuple, assert_never
 
 import msgspec
@@ -96,12 +95,16 @@ class Creation:
         pause_s = _FIRST_PAUSE_S
         while True:
             left_s = max(deadline - self._clock.monotonic(), 0.0)
-            with contextlib.suppress(ClaimLostError):
+            try:
                 succeeded = await self._try_once(
                     project, request, left_s, caller, key, waited=waited, queued=queued
                 )
-                if succeeded is not None:
-                    return succeeded
+            except ClaimLostError:
+                # Another scheduler has just written what came of the same: look, however late.
+                waited = True
+                continue
+            if succeeded is not None:
+                return succeeded
             # Another scheduler is at work on the same.
             if self._clock.monotonic() >= deadline:
                 raise out_of_time(timeout_s, None)
@@ -160,6 +163,9 @@ class Creation:
                 project, request, timeout_s, caller, claim=claim, waited_s=waited_s
             )
         except DsecError as error:
+            # While this one waited for units or its turn, another may have had them.
+            if await claim.is_lost():
+                raise ClaimLostError from error
             await claim.fail(error)
             raise
         # The caller has its answer by now; this is for those who ask again.

@@ -83,6 +83,14 @@ class Claim:
             raise
         self._attempt = attempt
 
+    async def is_lost(self) -> bool:
+        """Return whether another scheduler has written the record, as far as can be found out."""
+        try:
+            found = await self._records.get(self._key)
+        except DsecError:
+            return False
+        return found.revision != self._revision
+
     async def succeed(self, created: SandboxCreated) -> None:
         """Write down the answer. Should this fail, the next request asks the node."""
         await self._conclude(

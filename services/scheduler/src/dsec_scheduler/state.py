@@ -205,9 +205,7 @@ class SchedulerState:
         if create.wants_units:
             return self._take_units(create, at)
         limits = create.request.limits
-        node = self._warm_node(create, at) or self.views.choose(
-            limits, create.may_use, self._config.choices, at.monotonic_s, self._random
-        )
+        node = self._warm_node(create, at) or self._cold_node(create, at)
         if node is None:
             return self._refuse(create, self._why_none(create, at))
         create.node = node
@@ -283,6 +281,17 @@ class SchedulerState:
             request.limits,
         )
         return self._warm.take(key, usable)
+
+    def _cold_node(self, create: _Create, at: Moment) -> str | None:
+        """Return the node of the snapshot, or one that is drawn; None when there is none to ask."""
+        limits, only = create.request.limits, create.snapshot_node
+        if not only:
+            return self.views.choose(
+                limits, create.may_use, self._config.choices, at.monotonic_s, self._random
+            )
+        view = self.views.get(only)
+        takes = view is not None and create.may_use(view)
+        return only if takes and self.views.seems_to_take(only, limits, at.monotonic_s) else None
 
     def _attempt_s(self, create: _Create, at: Moment) -> float:
         left_s = max(create.deadline - at.monotonic_s, 0.0)

@@ -271,6 +271,8 @@ class Views:
             if now - view.seen_at > self._forget_s:
                 del self._views[name]
                 self._names.remove(name)
+                for remaining in self._remaining.values():
+                    remaining.forget(name)
                 self._counted_at = -math.inf
 
     def veto(self, node: str, now: float) -> None:
@@ -350,8 +352,8 @@ class Views:
             remaining = self._keep_in_mind(size)
         names = remaining.draw(
             choices,
-            lambda name: self.has_room(name, limits, now),
             lambda name: usable(self._views[name]),
+            lambda name: self.has_room(name, limits, now),
             randomness,
         )
         drawn = [self._views[name] for name in names]
@@ -360,6 +362,15 @@ class Views:
         if not drawn:
             drawn = self._seemingly_full(limits, usable, choices, now, randomness)
         return min(drawn, key=NodeView.load).name if drawn else None
+
+    def seems_to_take(self, node: str, limits: Limits, now: float) -> bool:
+        """Return whether it is worth asking this very node."""
+        view = self._views.get(node)
+        return (
+            view is not None
+            and self.is_open(view, now)
+            and (view.has_room(limits) or view.may_have_room(limits, now))
+        )
 
     def _keep_in_mind(self, size: tuple[float, int]) -> Remaining:
         if len(self._remaining) >= _SIZES_MAX:

@@ -13,7 +13,7 @@ from dsec_common.wire.dag import DagRetry, DagSpec, DagStep, RunState, StepState
 from dsec_scheduler.dags import runs
 from dsec_scheduler.dags.converters import Converter, Converters
 from dsec_scheduler.dags.plans import AgentContract, Plan, plan
-from dsec_scheduler.dags.schemas import check_schema, fits
+from dsec_scheduler.dags.schemas import check_schema, check_value, fits
 
 TEXT = {"type": "string"}
 NUMBER = {"type": "number"}
@@ -153,6 +153,72 @@ SCHEMAS = st.recursive(
     ),
     max_leaves=4,
 )
+
+
+# --- What would keep a scheduler busy -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [
+        {"command": 5},
+        {"command": "echo hello"},
+        {"command": ["sleep", 5]},
+        {"lifecycle": "long"},
+        {"lifecycle": {"retry_policy": [3]}},
+        {"lifecycle": {"retry_policy": {"max_attempts": "three"}}},
+        {"lifecycle": {"retry_policy": {"max_attempts": None}}},
+        {"lifecycle": {"retry_policy": {"backoff": "sometimes"}}},
+        {"lifecycle": {"retry_policy": {"jitter": "full"}}},
+    ],
+)
+def test_a_contract_that_says_nonsense_is_refused_with_the_field(contract: dict[str, Any]) -> None:
+    spec = DagSpec(name="dag", input=TEXT, steps={"a": _step(command=())})
+    said = {"command": ["/bin/cat"], **contract}
+    (field,) = contract
+    with pytest.raises(DsecError, match=f"bot makes no sense .*{field}") as caught:
+        plan(spec, {"a": AgentContract(version="1", contract=said)}, Converters())
+    assert caught.value.code is ErrorCode.INVALID
+
+
+def test_a_schema_nested_without_end_is_refused() -> None:
+    deep: dict[str, Any] = TEXT
+    for _ in range(900):
+        deep = {"anyOf": [deep]}
+    with pytest.raises(DsecError, match="nested deeper") as caught:
+        _plan(a=_step(input=deep))
+    assert caught.value.code is ErrorCode.INVALID
+
+
+def test_schemas_that_take_long_to_compare_are_refused() -> None:
+    arrays = [{"type": "array", "items": NUMBER, "title": str(i)} for i in range(700)]
+    others = [{"type": "array", "items": TEXT} for _ in range(699)]
+    with pytest.raises(DsecError, match="take too long to compare") as caught:
+        _plan(
+            a=_step(output={"anyOf": arrays}),
+            b=_step("a", input={"anyOf": [*others, arrays[0] | {"title": "it"}]}),
+        )
+    assert caught.value.code is ErrorCode.INVALID
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"anyOf": [{"const": i} for i in range(1000)]}},
+        {"type": "array", "contains": {"enum": [[i] for i in range(1000)]}},
+    ],
+)
+def test_a_value_that_takes_long_to_check_is_refused(schema: dict[str, Any]) -> None:
+    check_schema(schema, "it")
+    with pytest.raises(DsecError, match="too much to check") as caught:
+        check_value([999] * 100_000, schema, "it")
+    assert caught.value.code is ErrorCode.INVALID
+
+
+def test_what_costs_the_square_of_a_value_is_unsupported() -> None:
+    with pytest.raises(DsecError, match="uniqueItems") as caught:
+        check_schema({"type": "array", "uniqueItems": True}, "it")
+    assert caught.value.code is ErrorCode.UNSUPPORTED
 
 
 @given(SCHEMAS, SCHEMAS, st.lists(VALUES, min_size=5, max_size=20))

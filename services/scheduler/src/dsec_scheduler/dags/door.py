@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 import msgspec
@@ -72,7 +73,8 @@ class DagDoor:
         request, project = asked.message, asked.project
         run_id = validate_local(request.run_id or new_id())
         planned = await self._planned(project, await self._store.dag(project, request.name))
-        schemas.check_value(request.input, planned.input, f"the input of {request.name}")
+        what = f"the input of {request.name}"
+        await asyncio.to_thread(schemas.check_value, request.input, planned.input, what)
         run = await self._store.begin(project, runs.begun(run_id, planned), request.input)
         if run.plan.name != request.name:
             raise DsecError(
@@ -111,7 +113,8 @@ class DagDoor:
             version = changes.find(record, step.version or record.active)
             contract = await self._registry.contract(project, step.agent, version.contract_sha256)
             contracts[name] = AgentContract(version=version.version, contract=contract)
-        planned = plan(spec, contracts, self._converters)
+        # Schemas are large where somebody wants them to be; everybody else goes on meanwhile.
+        planned = await asyncio.to_thread(plan, spec, contracts, self._converters)
         if len(encode(runs.begun("", planned))) > RUN_BYTES_MAX // 2:
             raise invalid(f"the DAG {spec.name} is too large: use smaller schemas, or fewer steps")
         return planned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -25,6 +25,39 @@ class AgentContract(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     contract: dict[str, Any]
+
+
+class _SaidRetries(msgspec.Struct, frozen=True):
+    """``lifecycle.retry_policy`` of a contract; ``jitter`` may be yes or no."""
+
+    max_attempts: int = 1
+    backoff: Literal["exponential", "fixed"] = "exponential"
+    jitter: float | bool = 0.1
+
+
+class _SaidLifecycle(msgspec.Struct, frozen=True):
+    retry_policy: _SaidRetries | None = None
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What of a contract a DAG goes by beside its schemas."""
+
+    command: tuple[str, ...] | None = None
+    lifecycle: _SaidLifecycle | None = None
+
+
+def _said(step: str, agent: str, contract: Mapping[str, Any]) -> _Said:
+    """Return what a contract says, which is kept as its author wrote it.
+
+    Raises:
+        DsecError: ``invalid``, naming the field.
+    """
+    try:
+        return msgspec.convert(contract, _Said)
+    except msgspec.ValidationError as error:
+        raise invalid(
+            f"the contract of {agent} makes no sense for the step {step}: {error}", step=step
+        ) from None
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +101,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+@schemas.bounded_effort()
 def plan(spec: DagSpec, contracts: Mapping[str, AgentContract], converters: Converters) -> Plan:
     """Return the plan of a DAG.
 
@@ -133,8 +167,9 @@ def _planned(
 ) -> PlannedStep:
     wanted = _schema(name, step, agent, "input", step.input)
     given = _schema(name, step, agent, "output", step.output)
-    command = step.command or tuple(agent.contract.get("command") or ())
-    if not command or not all(isinstance(word, str) for word in command):
+    said = _said(name, step.agent, agent.contract)
+    command = step.command or said.command
+    if not command:
         raise invalid(
             f"the step {name} says no command, nor does the contract of {step.agent}", step=name
         )
@@ -155,12 +190,13 @@ def _planned(
         needs=tuple(sorted({source.step for source in sources.values()} - {""})),
         input=wanted,
         output=given,
-        retry=_retry(name, step, agent),
+        retry=_retry(name, step, said),
         timeout_s=step.timeout_s,
         own_command=bool(step.command),
     )
 
 
+@schemas.bounded_effort()
 def with_agent(step: PlannedStep, agent: AgentContract) -> PlannedStep:
     """Return a step with another version of its agent, which has to take and give no less.
 
@@ -177,7 +213,8 @@ def with_agent(step: PlannedStep, agent: AgentContract) -> PlannedStep:
             "does not fit in its place; begin a new run",
             details={"agent": step.agent, "version": agent.version},
         )
-    command = step.command if step.own_command else tuple(contract.get("command") or step.command)
+    said = _said("that needs it", step.agent, contract)
+    command = step.command if step.own_command else said.command or step.command
     return msgspec.structs.replace(step, version=agent.version, command=command)
 
 
@@ -242,15 +279,14 @@ def _check_all_given(name: str, step: DagStep, wanted: schemas.Schema) -> None:
         raise invalid(f"the step {name} needs {', '.join(missing)} and is not given it", step=name)
 
 
-def _retry(name: str, step: DagStep, agent: AgentContract) -> DagRetry:
+def _retry(name: str, step: DagStep, said: _Said) -> DagRetry:
     retry = step.retry
     if retry is None:
-        lifecycle = agent.contract.get("lifecycle") or {}
-        said = lifecycle.get("retry_policy") or {}
+        policy = (said.lifecycle and said.lifecycle.retry_policy) or _SaidRetries()
         retry = DagRetry(
-            max_attempts=int(said.get("max_attempts", 1)),
-            factor=2.0 if said.get("backoff", "exponential") == "exponential" else 1.0,
-            jitter=float(said.get("jitter", 0.1)),
+            max_attempts=policy.max_attempts,
+            factor=2.0 if policy.backoff == "exponential" else 1.0,
+            jitter=DagRetry().jitter if policy.jitter is True else float(policy.jitter),
         )
     sensible = (
         1 <= retry.max_attempts <= ATTEMPTS_MAX

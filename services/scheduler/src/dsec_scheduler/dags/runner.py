@@ -137,7 +137,8 @@ class DagRunner:
         record = run.steps[name]
         planned = await self._placeable(project, run.plan.steps[name])
         value = await self._input(project, run.run_id, planned)
-        schemas.check_value(value, planned.input, f"the input of the step {name}")
+        what = f"the input of the step {name}"
+        await asyncio.to_thread(schemas.check_value, value, planned.input, what)
         request = CreateSandbox(
             base="",
             agent=planned.agent,
@@ -165,7 +166,8 @@ class DagRunner:
             raise _failed(name, "its output is too long")
         try:
             output = msgspec.json.decode(result.stdout)
-            schemas.check_value(output, planned.output, f"the output of the step {name}")
+            what = f"the output of the step {name}"
+            await asyncio.to_thread(schemas.check_value, output, planned.output, what)
         except (msgspec.DecodeError, DsecError) as error:
             raise _failed(name, f"it printed something else than its output: {error}") from None
         await self._store.put_output(project, run.run_id, name, output)

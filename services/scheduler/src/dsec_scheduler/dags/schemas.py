@@ -6,8 +6,9 @@ demand of the reader that nothing fulfils but the very same words of the writer.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, Final
 
 from jsonschema import Draft202012Validator
@@ -30,9 +31,49 @@ _LOWER: Final = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minPro
 _UPPER: Final = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 _ERROR_CHARACTERS: Final = 300
 _PARTS_MAX: Final = 5000
+_DEPTH_MAX: Final = 64
+#: ``uniqueItems`` costs the square of a value's length.
 _REFUSED: Final = frozenset(
-    {"$ref", "$dynamicRef", "$recursiveRef", "pattern", "patternProperties", "$dynamicAnchor"}
+    {
+        "$ref",
+        "$dynamicRef",
+        "$recursiveRef",
+        "pattern",
+        "patternProperties",
+        "$dynamicAnchor",
+        "uniqueItems",
+    }
 )
+#: Comparisons of two schemas, or of a value with one, for one request: a second or two.
+_COMPARISONS_MAX: Final = 100_000
+#: Parts of a value times parts of its schema.
+_CHECKS_MAX: Final = 1_000_000
+
+_comparisons_left: Final[ContextVar[list[int] | None]] = ContextVar(
+    "comparisons left", default=None
+)
+
+
+@contextlib.contextmanager
+def bounded_effort() -> Iterator[None]:
+    """Have all that is compared within take no longer than a request may.
+
+    Where that is not enough :func:`fits` raises ``invalid``.
+    """
+    token = _comparisons_left.set([_COMPARISONS_MAX])
+    try:
+        yield
+    finally:
+        _comparisons_left.reset(token)
+
+
+def _spend(comparisons: int) -> None:
+    left = _comparisons_left.get()
+    if left is None:
+        return
+    left[0] -= comparisons
+    if left[0] < 0:
+        raise invalid("its schemas take too long to compare: use fewer steps, or fewer choices")
 
 
 def check_schema(schema: Schema, what: str) -> None:
@@ -51,30 +92,51 @@ def check_schema(schema: Schema, what: str) -> None:
 
 def _refuse_costly(schema: Any, what: str) -> None:
     """Refuse what leads elsewhere, or could keep a scheduler busy: others wait for that, too."""
-    todo = [schema]
+    todo = [(schema, 0)]
     seen = 0
     while todo:
-        one = todo.pop()
+        one, depth = todo.pop()
         seen += 1
         if seen > _PARTS_MAX:
             raise invalid(f"{what} has more than {_PARTS_MAX} parts: make it simpler")
+        if depth > _DEPTH_MAX:
+            raise invalid(f"{what} is nested deeper than {_DEPTH_MAX}: make it simpler")
         if isinstance(one, Mapping):
             if found := _REFUSED & one.keys():
                 raise DsecError(
                     ErrorCode.UNSUPPORTED,
                     f"{what} uses {', '.join(sorted(found))}, which is not supported; write it out",
                 )
+            todo += [(part, depth + 1) for part in one.values()]
+        elif isinstance(one, list):
+            todo += [(part, depth + 1) for part in one]
+
+
+def _parts(value: Any) -> int:
+    """Return of how many parts a JSON value is made."""
+    todo, seen = [value], 0
+    while todo:
+        one = todo.pop()
+        seen += 1
+        if isinstance(one, Mapping):
             todo += one.values()
         elif isinstance(one, list):
             todo += one
+    return seen
 
 
 def check_value(value: Any, schema: Schema, what: str) -> None:
-    """Return when ``value`` is one of ``schema``.
+    """Return when ``value`` is one of ``schema``; that may take seconds.
 
     Raises:
-        DsecError: ``invalid``, with where it differs.
+        DsecError: ``invalid``, with where it differs, or for what would take minutes.
     """
+    parts, choices = _parts(value), _parts(schema)
+    if parts * choices > _CHECKS_MAX:
+        raise invalid(
+            f"{what} has {parts} parts and its schema {choices}, which is too much to check: give "
+            "less, or use a simpler schema"
+        )
     try:
         Draft202012Validator(dict(schema)).validate(value)
     except ValidationError as error:
@@ -110,7 +172,12 @@ def types_of(schema: Schema) -> frozenset[str]:
 
 
 def fits(written: Any, read: Any) -> bool:
-    """Return whether every value that ``written`` allows, ``read`` allows, too."""
+    """Return whether every value that ``written`` allows, ``read`` allows, too.
+
+    Raises:
+        DsecError: ``invalid`` for more than :func:`bounded_effort` allows.
+    """
+    _spend(1)
     if read is True or written is False or _same(written, read):
         return True
     if read is False:
@@ -124,6 +191,7 @@ def fits(written: Any, read: Any) -> bool:
         return fits(writer, rest) and any(fits(writer, one) for one in reader["anyOf"])
     values = _values(writer)
     if values is not None:
+        _spend(len(values))
         validator = Draft202012Validator(dict(reader))
         return all(validator.is_valid(value) for value in values)
     return (
@@ -137,8 +205,14 @@ def fits(written: Any, read: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    # Not by ==, to which true is 1.
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    # Not by == alone, to which true is 1.
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 def as_mapping(schema: Any) -> Schema:

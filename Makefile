@@ -126,3 +126,7 @@ bench: $(STAMP)  ## All benchmarks, each beside the kernel's limit
 .PHONY: soak
 soak: $(STAMP)  ## Random use under kill -9 of every part; SOAK_SECONDS=600, SOAK_SEED (as root)
 	$(PYTHON) -m soak $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+
+.PHONY: chaos-control
+chaos-control: $(STAMP)  ## Leases and placements under kill -9 of brokers and schedulers; CHAOS_SECONDS=300, CHAOS_SEED
+	$(PYTHON) -m soak.control $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))

@@ -69,7 +69,10 @@ class NodePeer:
         before_answer: awaited before the caller is answered; never returning is a death.
         sandboxes: what it has made.
         ahead_s: how far its wall clock is ahead of everybody else's.
+        beat_s: how often it beats.
     """
+
+    beat_s = BEAT_S
 
     def __init__(self, bus: Bus, name: str, capacity: Resources, gpus: tuple[Gpu, ...]) -> None:
         self.bus = bus
@@ -160,7 +163,7 @@ class NodePeer:
     async def _beat_for_ever(self) -> None:
         while True:
             await self.beat()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self.beat_s)
 
     async def _place(self, asked: Request[PlaceSandbox]) -> SandboxCreated | None:
         message = asked.message

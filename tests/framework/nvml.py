@@ -70,11 +70,19 @@ class Card(dict[str, str]):
         self.update({field: str(value) for field, value in fields.items()})
         self.instances: list[dict[str, str]] = []
 
-    def instance(self, uuid: str, profile: str, memory_bytes: int, slices: int) -> None:
+    def instance(
+        self, uuid: str, profile: str, memory_bytes: int, slices: int, **fields: object
+    ) -> None:
         """Cut an instance off it."""
         name = f"{self['name']} MIG {profile}"
         self.instances.append(
-            {"uuid": uuid, "name": name, "memory": str(memory_bytes), "slices": str(slices)}
+            {
+                "uuid": uuid,
+                "name": name,
+                "memory": str(memory_bytes),
+                "slices": str(slices),
+                **{field: str(value) for field, value in fields.items()},
+            }
         )
 
 
@@ -100,9 +108,16 @@ class Inventory:
         """Take where the file is, or will be."""
         self.path = path
 
-    def write(self, cards: Iterable[Card], *, driver: str = "550.54.15", fail: str = "") -> None:
-        """Have these cards, at once."""
-        lines = [_line("driver", {"version": driver, "fail": fail})]
+    def write(
+        self,
+        cards: Iterable[Card],
+        *,
+        driver: str = "550.54.15",
+        fail: str = "",
+        hang: str = "",
+    ) -> None:
+        """Have these cards, at once; calls that hang go on when a later file lets them."""
+        lines = [_line("driver", {"version": driver, "fail": fail, "hang": hang})]
         for card in cards:
             lines.append(_line("gpu", card))
             lines += [_line("mig", instance) for instance in card.instances]

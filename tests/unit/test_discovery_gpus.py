@@ -11,9 +11,10 @@ from dsec_common.compute.model import CardMode
 from dsec_common.compute.units import UnitTable
 from dsec_common.errors import DsecError
 from dsec_common.nodes_file import NodeEntry
-from dsec_sandboxd.discovery.gpus import REOPEN_ROUNDS, GpuProcess, GpuReader
+from dsec_sandboxd.discovery.gpus import REOPEN_ROUNDS, GpuReader
 from dsec_sandboxd.discovery.mps import mps_runs
 from dsec_sandboxd.discovery.nvml import open_nvml
+from dsec_sandboxd.discovery.use import GpuProcess
 from nvml import GIB, SWITCH, Card, Inventory, a100, l40, load_library, v100
 
 LOST = "GPU is lost"
@@ -77,19 +78,19 @@ def test_what_changes_each_second_stays_apart_from_what_lasts(
         (0.75, 3 * GIB, 2)
     ]
     assert later.readings[0].pcie_bytes_per_s > 7 * idle.readings[0].pcie_bytes_per_s
-    assert later.processes == (
-        GpuProcess(pid=41, gpu="GPU-00000000", memory_bytes=GIB),
-        GpuProcess(pid=42, gpu="GPU-00000000", memory_bytes=2 * GIB),
-    )
+    assert later.processes == {
+        "GPU-00000000": (
+            GpuProcess(pid=41, gpu="GPU-00000000", memory_bytes=GIB),
+            GpuProcess(pid=42, gpu="GPU-00000000", memory_bytes=2 * GIB),
+        )
+    }
 
 
 def test_clients_of_mps_count_as_processes(inventory: Inventory, readers: list[GpuReader]) -> None:
     inventory.write([l40(0, processes="41:5", mps_processes="41:5,43:7")])
     sample = open_reader(readers).read()
-    assert [(process.pid, process.memory_bytes) for process in sample.processes] == [
-        (41, 5),
-        (43, 7),
-    ]
+    (listed,) = sample.processes.values()
+    assert [(process.pid, process.memory_bytes) for process in listed] == [(41, 5), (43, 7)]
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from dsec_common.clock import SystemClock
 from dsec_common.nodes_file import NodeEntry
 from dsec_sandboxd.discovery.claims import GpuClaims
 from dsec_sandboxd.discovery.gpus import GpuReader
 from dsec_sandboxd.discovery.links import islands
 from dsec_sandboxd.discovery.machine import disk_bytes, read_machine
 from dsec_sandboxd.discovery.nvml import open_nvml
-from dsec_sandboxd.discovery.watch import GpuWatch
 from nvml import Inventory, l40, load_library
 
 CPUINFO = """processor\t: {0}
@@ -93,33 +90,3 @@ def test_a_node_offers_only_what_is_its_own(inventory: Inventory, tmp_path: Path
     assert [gpu.index for gpu in reader.read().gpus] == [0, 1]
     own.close()
     reader.close()
-
-
-async def test_a_card_that_falls_off_while_the_daemon_runs_is_told_of(
-    inventory: Inventory, tmp_path: Path
-) -> None:
-    cards = [l40(index, uuid=f"GPU-{tmp_path.name}-{index}") for index in range(2)]
-    inventory.write(cards)
-    watch = GpuWatch("node")
-    await watch.open(NodeEntry(), tmp_path)
-    assert [gpu.healthy for gpu in watch.sample.gpus] == [True, True]
-    running = asyncio.create_task(watch.run(SystemClock(), 0.01))
-    cards[1]["lost"] = "1"
-    inventory.write(cards)
-    async with asyncio.timeout(30):
-        while watch.sample.gpus[1].healthy:
-            await asyncio.sleep(0.01)
-    assert watch.sample.gpus[0].healthy
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    watch.close()
-
-
-async def test_a_machine_without_gpus_says_why_and_nothing_runs(
-    inventory: Inventory, tmp_path: Path
-) -> None:
-    watch = GpuWatch("node")
-    await watch.open(NodeEntry(), tmp_path)
-    await watch.run(SystemClock(), 0.01)  # returns at once
-    assert watch.reason == "no NVIDIA driver: Driver Not Loaded"
-    assert watch.sample.gpus == ()

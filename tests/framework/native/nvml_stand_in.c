@@ -3,14 +3,20 @@
  *
  * Each line of the file is a kind and fields, separated by tabs: `driver`, `gpu`, and below a gpu
  * its `mig` instances. A field is `name=value`. `fail=Function:code,...` makes functions fail,
- * `lost=1` all those of the card; `driver` takes `fail`, too.
+ * `lost=1` all those of the card; `driver` takes `fail`, too. `hang=Function,...` has functions
+ * wait until the file no longer says so.
+ *
+ * `processes` and `mps_processes` are `pid:bytes` or a bare pid, whose memory is not told;
+ * `utilisation` is `pid:percent`, of the moment of the call, or `pid:percent:microseconds`.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9, LOST = 15 };
-enum { LINES = 256, LENGTH = 1024, HANDLES_OF_ONE = 64 };
+enum { LINES = 256, LENGTH = 1024, HANDLES_OF_ONE = 64, HANG_STEP_US = 10000 };
 
 typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned gpu, memory; } rates_t;
@@ -20,6 +26,7 @@ typedef struct {
     char bus_id[32];
 } pci_t;
 typedef struct { unsigned pid; unsigned long long memory; unsigned gpu_instance, compute_instance; } process_t;
+typedef struct { unsigned pid; unsigned long long stamp; unsigned sm, memory, encoder, decoder; } sample_t;
 typedef struct { unsigned counts[6], gpu_slices, compute_slices; unsigned long long memory_mib; } attributes_t;
 typedef struct { unsigned id, p2p, slices, instances, rest[6]; unsigned long long memory_mib; } profile_t;
 
@@ -82,8 +89,17 @@ static int failure(const char *line, const char *function)
     return OK;
 }
 
+static int names(const char *all, const char *function)
+{
+    size_t length = strlen(function);
+    for (const char *at = all; at && *at; at += strcspn(at, ","), at += *at == ',')
+        if (!strncmp(at, function, length) && (at[length] == ',' || !at[length]))
+            return 1;
+    return 0;
+}
+
 /* The line of a device, or of the driver for NULL. */
-static int find(void *handle, const char *function, const char **line)
+static int find_now(void *handle, const char *function, const char **line)
 {
     int error = load(), left = (int)((size_t)handle / HANDLES_OF_ONE), at = 0;
     int instance = (int)((size_t)handle % HANDLES_OF_ONE);
@@ -100,6 +116,16 @@ static int find(void *handle, const char *function, const char **line)
             return NOT_FOUND;
     *line = lines[at];
     return error;
+}
+
+static int find(void *handle, const char *function, const char **line)
+{
+    for (;; usleep(HANG_STEP_US)) {
+        *line = "";
+        int error = find_now(handle, function, line);
+        if (!names(field(*line, "hang"), function))
+            return error;
+    }
 }
 
 #define FIND(handle, function)                          \
@@ -313,4 +339,29 @@ int nvmlDeviceGetMPSComputeRunningProcesses_v3(void *device, unsigned *size, pro
 {
     FIND(device, "GetMPSComputeRunningProcesses");
     return processes(field(line, "mps_processes"), size, into);
+}
+
+int nvmlDeviceGetProcessUtilization(void *device, sample_t *into, unsigned *size, unsigned long long since)
+{
+    FIND(device, "GetProcessUtilization");
+    unsigned found = 0, room = *size;
+    char *all = field(line, "utilisation"), *each = all ? strtok(all, ",") : NULL;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (!all)
+        return NOT_SUPPORTED;
+    for (; each; each = strtok(NULL, ",")) {
+        sample_t sample = {.pid = (unsigned)strtoul(each, &each, 10)};
+        sample.sm = (unsigned)strtoul(each + 1, &each, 10);
+        sample.stamp = *each ? strtoull(each + 1, NULL, 10) : now.tv_sec * 1000000ULL + now.tv_nsec / 1000;
+        if (sample.stamp <= since)
+            continue;
+        if (into && found < room)
+            into[found] = sample;
+        found++;
+    }
+    *size = found;
+    if (!found)
+        return NOT_FOUND;
+    return found > (into ? room : 0) ? TOO_SMALL : OK;
 }

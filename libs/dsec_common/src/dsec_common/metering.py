@@ -6,9 +6,12 @@ before ended, and the last one says that it is. A reader that adds up a thing's 
 held and used from its beginning, to the millisecond; the number drops what comes twice and shows
 what is missing. Amounts are integers, so that sums are exact in any order:
 
-- held Compute Units in millionths of a unit times milliseconds (:data:`MICRO`);
-- memory in bytes times milliseconds, the mean of a segment's two ends;
+- Compute Units, held and used, in millionths of a unit times milliseconds (:data:`MICRO`);
+- memory in bytes times milliseconds, the mean of a segment's two ends, of GPUs by their readings;
 - processor time in microseconds.
+
+What a GPU's driver does not tell is never 0: the amount is of the time in which it is known, the
+rest is counted in milliseconds as unknown, and an amount of which nothing is known is None.
 
 Values are JSON, one object a record, with its kind under ``type``.
 """
@@ -66,9 +69,14 @@ class SandboxSegment(Segment, frozen=True, kw_only=True, tag="sandbox"):
         rollout_id: that it serves, if any.
         cpu_us: processor time of all its processes.
         memory_byte_ms: memory charged to it, over time.
-        gpu_memory_byte_ms: memory of GPUs, over time; 0: nodes do not measure it yet.
+        gpu_memory_byte_ms: memory of the GPUs that it has slices of, over the time in which it is
+            known; None: of none of it, or it has no slices.
+        gpu_memory_unknown_ms: how long of the segment it is not known.
+        cu_used_micro_ms: Compute Units used, in millionths, over time: how busy its processes kept
+            their cards' multiprocessors times what those cards are worth; None: as above.
+        cu_used_unknown_ms: how long of the segment they are not known.
         measured: false when its node could not ask the kernel any more (it was killed together
-            with the sandbox): then the amounts are 0 and the time alone is known.
+            with the sandbox): then processor time and memory are 0 and the time alone is known.
     """
 
     sandbox_id: str
@@ -76,7 +84,10 @@ class SandboxSegment(Segment, frozen=True, kw_only=True, tag="sandbox"):
     rollout_id: str = ""
     cpu_us: int = 0
     memory_byte_ms: int = 0
-    gpu_memory_byte_ms: int = 0
+    gpu_memory_byte_ms: int | None = None
+    gpu_memory_unknown_ms: int = 0
+    cu_used_micro_ms: int | None = None
+    cu_used_unknown_ms: int = 0
     measured: bool = True
 
     @property

@@ -52,6 +52,7 @@ class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
         labels: told in heartbeats.
         nodes_file: ``nodes.yaml``, of which this node reads its own entry: models of GPUs, labels.
         gpu_interval_s: seconds between two readings of the GPUs.
+        gpu_patience_s: a driver that does not answer one for so long hangs, and its cards with it.
         layers_idle_max: mounted layers kept ready without a sandbox that uses them.
         pids_max: most processes one sandbox may ask for.
         inodes_max: most files in a writable layer that one sandbox may ask for.
@@ -115,6 +116,7 @@ class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     nodes_file: str = NODES_FILE
     gpu_interval_s: float = 1.0
+    gpu_patience_s: float = 10.0
     layers_idle_max: int = 64
     pids_max: int = 32_768
     inodes_max: int = 4_194_304
@@ -163,6 +165,7 @@ class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
             "memory_oversubscription",
             "heartbeat_interval_s",
             "gpu_interval_s",
+            "gpu_patience_s",
             "reconcile_interval_s",
             "metering_interval_s",
             "exec_timeout_max_s",

@@ -19,6 +19,7 @@ from dsec_common.clock import Clock
 from dsec_common.errors import DsecError
 from dsec_common.metering import SandboxSegment, encode_segment
 from dsec_common.topics import METERING
+from dsec_sandboxd.gpu_metering import GpuMeters
 from dsec_sandboxd.kernel.interface import Kernel, SandboxUsage
 from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.state_database import StateDatabase
@@ -83,6 +84,7 @@ class Meters:
         database: StateDatabase,
         clock: Clock,
         interval_s: float,
+        gpus: GpuMeters,
     ) -> None:
         """Take where to read and write; without a writer nothing is metered."""
         self._node = node
@@ -91,18 +93,23 @@ class Meters:
         self._database = database
         self._clock = clock
         self._interval_ms = int(interval_s * 1000)
+        self._gpus = gpus
         # In the order of their last segments: the first is due first.
         self._meters: dict[str, _Meter] = {}
 
     def began(self, record: SandboxRecord) -> None:
         """Meter a sandbox that has come to life."""
         if self._writer is not None and record.local not in self._meters:
-            self._meters[record.local] = _Meter(record, Mark(at_ms=_ms(record.created_at)))
+            mark = Mark(at_ms=_ms(record.created_at))
+            self._meters[record.local] = _Meter(record, mark)
+            self._gpus.began(record, mark.at_ms)
 
     async def sandbox_adopted(self, record: SandboxRecord) -> None:
         """Go on with a sandbox of an earlier daemon."""
         if self._writer is not None:
-            self._meters[record.local] = _Meter(record, self._taken_up(record))
+            mark = self._taken_up(record)
+            self._meters[record.local] = _Meter(record, mark)
+            self._gpus.adopted(record, mark.at_ms)
 
     def recovered(self, records: Iterable[SandboxRecord]) -> None:
         """Tell once more of sandboxes that ended shortly before the earlier daemon did.
@@ -141,6 +148,7 @@ class Meters:
             meter = _Meter(record, self._taken_up(record))
         meter.record = record
         self._tell(meter, _ms(record.ended_at), meter.last, last=True)
+        self._gpus.ended(record.local)
         if meter.mark.number > 1:
             self._forget(record.local)
 
@@ -179,6 +187,7 @@ class Meters:
             cpu_us=meter.cpu_us + max(cpu_us - mark.cpu_us, 0),
             memory_byte_ms=(mark.memory_bytes + memory_bytes) * (to_ms - mark.at_ms) // 2,
             measured=usage is not None,
+            **msgspec.structs.asdict(self._gpus.used(record.local, to_ms)),
         )
         message = encode_segment(segment)
         told = Mark(
@@ -191,6 +200,7 @@ class Meters:
         if not last and not self._keep(record.local, told):
             return  # a later one tells all
         meter.mark, meter.cpu_us = told, 0
+        self._gpus.told(record.local)
         self._write(*message)
 
     def _write(self, topic: str, key: bytes, value: bytes) -> None:

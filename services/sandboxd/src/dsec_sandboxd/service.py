@@ -42,6 +42,7 @@ from dsec_sandboxd.exec_service import ExecService
 from dsec_sandboxd.files import Files
 from dsec_sandboxd.first_command import FirstCommands
 from dsec_sandboxd.gate import Gate
+from dsec_sandboxd.gpu_metering import GpuMeters
 from dsec_sandboxd.gpu_slices import gpu_devices_of
 from dsec_sandboxd.housekeeping import Housekeeping
 from dsec_sandboxd.inventory import Inventory
@@ -208,9 +209,10 @@ class SandboxdService(Service[SandboxdConfig]):
         return maker
 
     def _open_meters(self, kernel: Kernel, store: RecordStore, maker: Maker) -> Meters:
+        gpus = self._gpu_meters = GpuMeters(self.clock, self._state.find)
         interval_s = self.config.metering_interval_s
         meters = self._meters = Meters(
-            self.node, kernel, self._log_producer, store.database, self.clock, interval_s
+            self.node, kernel, self._log_producer, store.database, self.clock, interval_s, gpus
         )
         maker.on_end(meters, meters.sandbox_put_back)
         maker.on_adoption(meters)
@@ -297,7 +299,7 @@ class SandboxdService(Service[SandboxdConfig]):
         self.spawn(sandboxes.watch_ended(), "watch sandboxes")
         self.spawn(self._housekeeping().run(), "keep house")
         self.spawn(self._beat(), "heartbeat")
-        self.spawn(self._equipment.watch(self.clock), "watch GPUs")
+        self.spawn(self._equipment.watch(self.clock, self._gpu_meters), "watch GPUs")
         self.spawn(self._reconciler.run(self.clock, self.config.reconcile_interval_s), "reconcile")
 
     # --- Running ------------------------------------------------------------------------------

@@ -198,6 +198,9 @@ def _amounts(record: MeterRecord, *, time: bool) -> Amounts:
             cpu_us=record.cpu_us,
             memory_byte_ms=record.memory_byte_ms,
             gpu_memory_byte_ms=record.gpu_memory_byte_ms,
+            gpu_memory_unknown_ms=record.gpu_memory_unknown_ms,
+            cu_used_micro_ms=record.cu_used_micro_ms,
+            cu_used_unknown_ms=record.cu_used_unknown_ms,
         )
     return Amounts(
         lease_ms=record.lasted_ms,

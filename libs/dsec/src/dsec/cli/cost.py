@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from dsec.cli.output import SETTINGS, Json, Output, UsageError, run
+from dsec_common.metering import MICRO
 
 if TYPE_CHECKING:
     from dsec.client import DSecClient
@@ -56,8 +57,8 @@ def cost(
             return
         output.table(
             (
-                *("PROJECT", "AGENT", "SANDBOXES", "TIME", "CPU", "MEMORY", "CU HELD", "COST"),
-                *("EXECS", "TOKENS"),
+                *("PROJECT", "AGENT", "SANDBOXES", "TIME", "CPU", "MEMORY", "GPU MEMORY"),
+                *("CU HELD", "CU USED", "COST", "EXECS", "TOKENS"),
             ),
             ((row.project, row.agent or "-", *_cells(row.amounts)) for row in rows),
             empty="nothing was held or used",
@@ -94,8 +95,19 @@ def _cells(amounts: Amounts) -> tuple[str, ...]:
         f"{amounts.sandbox_ms / 1000:.3f} s",
         f"{amounts.cpu_us / 1e6:.3f} s",
         f"{amounts.memory_byte_ms / _GIB / _HOUR_MS:.3f} GiB h",
-        f"{amounts.cu_micro_ms / 1e6 / _HOUR_MS:.3f} CU h",
+        _known(amounts.gpu_memory_byte_ms, _GIB, "GiB h", amounts.gpu_memory_unknown_ms),
+        f"{amounts.cu_micro_ms / MICRO / _HOUR_MS:.3f} CU h",
+        _known(amounts.cu_used_micro_ms, MICRO, "CU h", amounts.cu_used_unknown_ms),
         f"{amounts.cost_nano / 1e9:.4f}",
         str(amounts.execs),
         f"{amounts.tokens_in}+{amounts.tokens_out}",
     )
+
+
+def _known(total: int | None, one: int, unit: str, unknown_ms: int) -> str:
+    """Say what is known of an amount over time, and for how long it is not."""
+    unknown = f"{unknown_ms / 1000:.3f} s unknown" if unknown_ms else ""
+    if total is None:
+        return unknown or "-"
+    known = f"{total / one / _HOUR_MS:.3f} {unit}"
+    return f"{known}, {unknown}" if unknown else known

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from dsec_common.wire.base import Message
@@ -29,9 +31,12 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
         sandbox_ms: how long sandboxes lived, together.
         cpu_us: processor time.
         memory_byte_ms: memory charged, over time.
-        gpu_memory_byte_ms: memory of GPUs, over time; 0: nodes do not measure it yet.
+        gpu_memory_byte_ms: memory of GPUs, over the time in which it is known; None: nothing is.
+        gpu_memory_unknown_ms: for how long of their lives it is not known of sandboxes with units.
         lease_ms: how long leases were held, together.
         cu_micro_ms: millionths of Compute Units held, over time.
+        cu_used_micro_ms: of Compute Units used, over the time in which it is known; None: nothing.
+        cu_used_unknown_ms: as of memory.
         cost_nano: what those cost, in billionths of the price table's currency.
         unmeasured: sandboxes of whose last segment only the time is known.
         execs: commands that ended.
@@ -45,9 +50,12 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
     sandbox_ms: int = 0
     cpu_us: int = 0
     memory_byte_ms: int = 0
-    gpu_memory_byte_ms: int = 0
+    gpu_memory_byte_ms: int | None = None
+    gpu_memory_unknown_ms: int = 0
     lease_ms: int = 0
     cu_micro_ms: int = 0
+    cu_used_micro_ms: int | None = None
+    cu_used_unknown_ms: int = 0
     cost_nano: int = 0
     unmeasured: int = 0
     execs: int = 0
@@ -57,13 +65,18 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
     bytes_written: int = 0
 
     def plus(self, other: Amounts) -> Amounts:
-        """Return the sum, amount by amount."""
-        return Amounts(
-            **{
-                name: getattr(self, name) + getattr(other, name)
-                for name in Amounts.__struct_fields__
-            }
-        )
+        """Return the sum, amount by amount; what is not known adds nothing to what is."""
+        sums: dict[str, Any] = {
+            name: _sum(getattr(self, name), getattr(other, name))
+            for name in Amounts.__struct_fields__
+        }
+        return Amounts(**sums)
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 class CostRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from dsec_common.wire.node import Machine
 from dsec_sandboxd.config import SandboxdConfig
 from dsec_sandboxd.discovery.gpus import GpuSample
 from dsec_sandboxd.discovery.machine import disk_bytes, read_machine
-from dsec_sandboxd.discovery.watch import GpuWatch
+from dsec_sandboxd.discovery.watch import GpuWatch, Observer
 
 
 class Equipment:
@@ -23,7 +23,7 @@ class Equipment:
     def __init__(self, config: SandboxdConfig) -> None:
         """Take which node this is, and how often to look."""
         self._config = config
-        self._gpus = GpuWatch(config.node_name)
+        self._gpus = GpuWatch(config.node_name, config.gpu_patience_s)
         self.machine = Machine()
 
     async def __aenter__(self) -> Self:
@@ -42,9 +42,9 @@ class Equipment:
         """Let go of the GPU driver."""
         self._gpus.close()
 
-    async def watch(self, clock: Clock) -> None:
+    async def watch(self, clock: Clock, observer: Observer) -> None:
         """Read the GPUs again and again, until cancelled."""
-        await self._gpus.run(clock, self._config.gpu_interval_s)
+        await self._gpus.run(clock, self._config.gpu_interval_s, observer)
 
     @property
     def sample(self) -> GpuSample:

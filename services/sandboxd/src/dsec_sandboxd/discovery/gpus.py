@@ -6,7 +6,7 @@ stays in the list, unhealthy, with the reason, until the driver answers for it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from dsec_common.nodes_file import NodeEntry
 from dsec_common.wire.node import Gpu, GpuInstance, GpuReading
 from dsec_sandboxd.discovery.links import islands, pcie_bytes_per_s
 from dsec_sandboxd.discovery.nvml import DeviceLost, Nvml
+from dsec_sandboxd.discovery.use import GpuProcess, UseReader
 
 REOPEN_ROUNDS: Final = 30
 """While a card is lost the driver is asked to look for it anew once in so many readings."""
@@ -25,20 +26,17 @@ _SWITCH: Final = "nvswitch"
 _PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
-class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that uses a GPU, by its pid on the host; 0 bytes where the driver does not say."""
-
-    pid: int
-    gpu: str
-    memory_bytes: int = 0
-
-
 class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One reading of all cards."""
+    """One reading of all cards.
+
+    Attributes:
+        processes: by card, or by MIG instance, who uses it; one whose processes the driver does not
+            tell is not there. Users and busy times only where they were asked for.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     readings: tuple[GpuReading, ...] = ()
-    processes: tuple[GpuProcess, ...] = ()
+    processes: Mapping[str, tuple[GpuProcess, ...]] = {}
 
 
 class GpuReader:
@@ -63,6 +61,7 @@ class GpuReader:
             pci_devices: the kernel's directory of them.
         """
         self._nvml = nvml
+        self._use = UseReader(nvml)
         self._entry = entry or NodeEntry()
         self._claim = claim
         self._mps_runs = mps_runs
@@ -74,6 +73,8 @@ class GpuReader:
         self._handles: dict[int, Any] = {}
         self._uuids: dict[int, str] = {}
         self._buses: dict[str, str] = {}
+        self._instances: dict[str, dict[str, Any]] = {}
+        """The handles of a card's MIG instances, each by its uuid."""
         self._until_reopening = REOPEN_ROUNDS
 
     @property
@@ -88,12 +89,16 @@ class GpuReader:
         """Let go of the driver."""
         self._nvml.close()
 
-    def read(self) -> GpuSample:
-        """Return all cards that were ever seen, and what is known of them now."""
+    def read(self, *, measure_use: bool = False) -> GpuSample:
+        """Return all cards that were ever seen, and what is known of them now.
+
+        Args:
+            measure_use: look whose each process is, and how busy it kept its card.
+        """
         self._look_anew_for_lost_cards()
         lost = self._find_devices()
         readings: list[GpuReading] = []
-        processes: list[GpuProcess] = []
+        processes: dict[str, tuple[GpuProcess, ...]] = {}
         seen: set[str] = set()
         for index, handle in self._handles.items():
             uuid = self._uuids[index]
@@ -102,9 +107,10 @@ class GpuReader:
             seen.add(uuid)
             try:
                 self._known[uuid] = self._gpu(index, uuid, handle)
-                running = self._processes(uuid, handle)
-                readings.append(self._reading(uuid, handle, len(running)))
-                processes += running
+                running = self._processes(uuid, handle, measure_use=measure_use)
+                users = {process.pid for each in running.values() for process in each}
+                readings.append(self._reading(uuid, handle, len(users)))
+                processes |= running
             except DeviceLost as error:
                 self._known.setdefault(uuid, Gpu(uuid=uuid, model="", index=index))
                 lost[uuid] = f"it fell off the bus or hangs ({error}): reset it or restart the node"
@@ -113,9 +119,7 @@ class GpuReader:
         for uuid, reason in lost.items():
             gpu = self._known[uuid]
             self._known[uuid] = msgspec.structs.replace(gpu, healthy=False, reason=reason)
-        return GpuSample(
-            gpus=self._with_islands(), readings=tuple(readings), processes=tuple(processes)
-        )
+        return GpuSample(gpus=self._with_islands(), readings=tuple(readings), processes=processes)
 
     def _is_ours(self, uuid: str, index: int) -> bool:
         if self._entry.only and uuid not in self._entry.only:
@@ -172,7 +176,7 @@ class GpuReader:
     def _gpu(self, index: int, uuid: str, handle: Any) -> Gpu:
         nvml = self._nvml
         self._peers[uuid] = frozenset(self._linked(handle))
-        mode, instances, slices = self._division(handle)
+        mode, instances, slices = self._division(uuid, handle)
         reason = self._flaw(handle)
         return Gpu(
             uuid=uuid,
@@ -214,19 +218,19 @@ class GpuReader:
             processes=processes,
         )
 
-    def _processes(self, uuid: str, handle: Any) -> list[GpuProcess]:
-        """Return who uses the card; clients of MPS are listed apart from others by the driver."""
-        found: dict[int, GpuProcess] = {}
-        for name in (
-            "nvmlDeviceGetComputeRunningProcesses",
-            "nvmlDeviceGetMPSComputeRunningProcesses",
-        ):
-            running: list[Any] = self._nvml.ask_or([], name, handle)
-            for process in running:
-                found[process.pid] = GpuProcess(
-                    pid=process.pid, gpu=uuid, memory_bytes=process.usedGpuMemory or 0
+    def _processes(
+        self, uuid: str, handle: Any, *, measure_use: bool
+    ) -> dict[str, tuple[GpuProcess, ...]]:
+        """Return who uses the card, or each of its instances."""
+        use = self._use
+        found: dict[str, tuple[GpuProcess, ...]] = {}
+        for place, its_handle in (self._instances[uuid] or {uuid: handle}).items():
+            listed = use.running(place, its_handle)
+            if listed is not None:
+                found[place] = (
+                    use.measure(place, its_handle, listed) if measure_use else tuple(listed)
                 )
-        return [found[pid] for pid in sorted(found)]
+        return found
 
     def _linked(self, handle: Any) -> Iterable[str]:
         """Yield what the card's active NVLinks lead to."""
@@ -245,8 +249,9 @@ class GpuReader:
             if remote is not None and (peer := self._buses.get(remote.busId.upper())):
                 yield peer
 
-    def _division(self, handle: Any) -> tuple[CardMode, tuple[GpuInstance, ...], int]:
+    def _division(self, uuid: str, handle: Any) -> tuple[CardMode, tuple[GpuInstance, ...], int]:
         nvml = self._nvml
+        handles = self._instances[uuid] = {}
         current, _ = nvml.ask_or([0, 0], "nvmlDeviceGetMigMode", handle)
         if not current:
             return (CardMode.MPS if self._mps_runs() else CardMode.WHOLE), (), 0
@@ -255,6 +260,7 @@ class GpuReader:
             one = nvml.ask_or(None, "nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
             if one is not None:
                 instances.append(self._instance(one))
+                handles[instances[-1].uuid] = one
         return CardMode.MIG, tuple(instances), self._slices_in_all(handle)
 
     def _instance(self, handle: Any) -> GpuInstance:

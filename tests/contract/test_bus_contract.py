@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import nats
@@ -93,6 +93,48 @@ async def test_a_silent_service_is_a_timeout(running: NatsForTests) -> None:
         with pytest.raises(DsecError) as caught:
             await project.request(LIST, Question(), Answer, timeout_s=0.05)
     assert caught.value.code is ErrorCode.TIMEOUT
+
+
+async def test_requests_that_are_given_up_fail_at_once_and_no_others(
+    running: NatsForTests,
+) -> None:
+    """Two wait for one subject, one for another."""
+    arrived: asyncio.Queue[str] = asyncio.Queue()
+    may_answer = asyncio.Event()
+
+    async def wait(request: Request[Question]) -> Answer:
+        arrived.put_nowait(request.subject)
+        await may_answer.wait()
+        return Answer(text=request.subject)
+
+    lost, well = subjects.node_request("lost", "place"), subjects.node_request("well", "place")
+    async with running.service("sandboxd", "lost") as node, running.service("scheduler") as bus:
+        await node.serve(lost, Question, wait)
+        async with running.service("sandboxd", "well") as other, asyncio.TaskGroup() as tasks:
+            await other.serve(well, Question, wait)
+            await node.flush()
+            await other.flush()
+            given_up = [
+                tasks.create_task(_error_of(bus.request(lost, Question(), Answer, timeout_s=60.0)))
+                for _ in range(2)
+            ]
+            answered = tasks.create_task(bus.request(well, Question(), Answer, timeout_s=60.0))
+            for _ in range(3):
+                await arrived.get()
+            bus.give_up(lost, lambda: invalid("given up"))
+            errors = await asyncio.gather(*given_up)
+            assert [error.message for error in errors] == ["given up"] * 2
+            assert not answered.done()
+            may_answer.set()
+            assert (await answered).text == well
+        # The replies of those that were given up have nobody to go to.
+        assert (await bus.request(lost, Question(), Answer)).text == lost
+
+
+async def _error_of(request: Awaitable[object]) -> DsecError:
+    with pytest.raises(DsecError) as caught:
+        await request
+    return caught.value
 
 
 async def test_a_subject_beyond_the_credentials_is_denied_at_once(running: NatsForTests) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Self
 
 import nats.errors
@@ -144,6 +144,13 @@ class Bus:
         )
         raise_service_error(reply.headers, reply.data)
         return decode(reply.data, reply_type, content_type_of(reply.headers))
+
+    def give_up(self, subject: str, error: Callable[[], DsecError]) -> None:
+        """Fail with ``error`` all requests to ``subject`` that wait for their replies.
+
+        What they asked for may have been done, or may still be.
+        """
+        self._inbox.give_up(subject, error)
 
     async def request_raw(
         self, subject: str, body: bytes, *, timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
@@ -481,20 +488,3 @@ class Bus:
 
     async def __aexit__(self, *_: object) -> None:
         await self.drain()
-
-
-async def events_of(
-    bus: Bus, subject: str, message_type: type[MessageT]
-) -> AsyncIterator[MessageT]:
-    """Yield the events on ``subject`` from now on, in order; stop by leaving the loop."""
-    queue: asyncio.Queue[MessageT] = asyncio.Queue()
-
-    async def put(request: Request[MessageT]) -> None:
-        queue.put_nowait(request.message)
-
-    subscription = await bus.subscribe(subject, message_type, put)
-    try:
-        while True:
-            yield await queue.get()
-    finally:
-        await bus.unsubscribe(subscription)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import nats.errors
@@ -145,6 +145,12 @@ class ReplyInbox:
                     may_have_happened=True,
                 )
             )
+
+    def give_up(self, subject: str, error: Callable[[], DsecError]) -> None:
+        """Fail what waits for a reply from ``subject``; one that still comes is dropped."""
+        for waiting in self._waiting.values():
+            if waiting.subject == subject:
+                waiting.fail(error())
 
     def permission_denied(self, server_error: str) -> None:
         """Fail the requests that the server refused to forward, as its error message says."""

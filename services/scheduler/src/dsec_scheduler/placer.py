@@ -95,7 +95,7 @@ class Placer:
         self._leasing = leasing
         self._ids = itertools.count(1)
         # What waits for a node ends early when the node falls silent or is started again.
-        self._waits: dict[str, set[asyncio.Timeout]] = {}
+        self._waits: dict[str, int] = {}
         self._turns = Turns(self._in_flight_max)
         # When this process was last known to hear nobody; a start begins with hearing all.
         self._deaf_at = -math.inf
@@ -252,22 +252,18 @@ class Placer:
     async def _ask_node(
         self, node: str, message: PlaceSandbox, timeout_s: float, caller: ReplyAddress
     ) -> SandboxCreated:
-        waits = self._waits.setdefault(node, set())
+        self._waits[node] = self._waits.get(node, 0) + 1
         self.waiting.set()
-        subject = subjects.node_request(node, "place")
-        scope = asyncio.timeout(None)
         try:
-            async with scope:
-                waits.add(scope)
-                return await self._bus.request(
-                    subject, message, SandboxCreated, timeout_s=timeout_s, caller=caller
-                )
-        except TimeoutError as error:
-            raise NodeLostError(node) from error
+            return await self._bus.request(
+                _place_subject(node), message, SandboxCreated, timeout_s=timeout_s, caller=caller
+            )
         finally:
-            waits.discard(scope)
-            if not waits:
-                self._waits.pop(node, None)
+            left = self._waits[node] - 1
+            if left:
+                self._waits[node] = left
+            else:
+                del self._waits[node]
             if not self._waits:
                 self.waiting.clear()
 
@@ -279,9 +275,7 @@ class Placer:
 
     def end_waits(self, node: str) -> None:
         """Stop waiting for a node that cannot know any more what it was asked."""
-        loop = asyncio.get_running_loop()
-        for scope in self._waits.get(node, ()):
-            scope.reschedule(loop.time())
+        self._bus.give_up(_place_subject(node), lambda: NodeLostError(node))
 
     def _is_silent(self, node: str) -> bool:
         """Return whether a node's heartbeats have stopped, and not our hearing them."""
@@ -455,6 +449,10 @@ class Placer:
 
     def _now(self) -> ev.Moment:
         return ev.Moment(self._clock.now(), self._clock.monotonic())
+
+
+def _place_subject(node: str) -> str:
+    return subjects.node_request(node, "place")
 
 
 def _has_run_its_command(request: CreateSandbox, info: SandboxInfo) -> bool:

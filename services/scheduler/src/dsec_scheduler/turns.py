@@ -8,9 +8,9 @@ waits here, first come first served, and nothing of it is anywhere else.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 from dsec_scheduler.errors import no_turn
@@ -36,22 +36,25 @@ class Turns:
         """How many wait."""
         return sum(not turn.done() for turn in self._waiting)
 
-    @contextlib.asynccontextmanager
-    async def turn(self, timeout_s: float, retry_after_s: float) -> AsyncIterator[None]:
+    def turn(self, timeout_s: float, retry_after_s: float) -> AbstractAsyncContextManager[None]:
         """Wait for a turn, have it, and give it back.
 
         Raises:
             DsecError: ``exhausted`` when there was none in time; nothing was done then.
         """
+        return _Turn(self, timeout_s, retry_after_s)
+
+    async def take(self, timeout_s: float, retry_after_s: float) -> None:
+        """Wait for a turn, which must be given back; raises as :meth:`turn`."""
         if self._waiting or self._taken >= max(self._limit(), 1):
             await self._wait(timeout_s, retry_after_s)
         else:
             self._taken += 1
-        try:
-            yield
-        finally:
-            self._taken -= 1
-            self._pass_on()
+
+    def give_back(self) -> None:
+        """Let the next one have it."""
+        self._taken -= 1
+        self._pass_on()
 
     async def _wait(self, timeout_s: float, retry_after_s: float) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -62,8 +65,7 @@ class Turns:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():  # it came in the very moment
-                self._taken -= 1
-                self._pass_on()
+                self.give_back()
             turn.cancel()
             if not isinstance(error, TimeoutError):
                 raise
@@ -75,3 +77,20 @@ class Turns:
             if not turn.done():
                 self._taken += 1
                 turn.set_result(None)
+
+
+class _Turn(AbstractAsyncContextManager[None]):
+    """No generator: each of those costs the event loop as much as the rest of a short request."""
+
+    __slots__ = ("_retry_after_s", "_timeout_s", "_turns")
+
+    def __init__(self, turns: Turns, timeout_s: float, retry_after_s: float) -> None:
+        self._turns = turns
+        self._timeout_s = timeout_s
+        self._retry_after_s = retry_after_s
+
+    def __aenter__(self) -> Awaitable[None]:  # type: ignore[override]
+        return self._turns.take(self._timeout_s, self._retry_after_s)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._turns.give_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -38,6 +39,7 @@ from dsec_broker.events import (
 )
 from dsec_broker.record import Lease, NodeRecord
 from dsec_broker.state import BrokerState
+from dsec_common.compute.model import Slice
 from dsec_common.errors import DsecError, unavailable
 from dsec_common.metering import LeaseSegment
 from dsec_common.subjects import ScopedId
@@ -69,9 +71,14 @@ def heartbeat(
 
 @dataclass
 class Bucket:
-    """A bucket with compare-and-swap, as JetStream keeps it."""
+    """A bucket with compare-and-swap, as JetStream keeps it.
+
+    Attributes:
+        granted: what each lease that was ever written got first, by its id and token.
+    """
 
     records: dict[str, tuple[NodeRecord, int]] = field(default_factory=dict)
+    granted: dict[tuple[str, int], tuple[Slice, ...]] = field(default_factory=dict)
     revision: int = 0
 
     def write(self, node: str, record: NodeRecord, expected: int) -> bool:
@@ -80,6 +87,8 @@ class Bucket:
             return False
         self.revision += 1
         self.records[node] = (record, self.revision)
+        for lease in record.leases:
+            self.granted.setdefault((lease.lease_id, lease.token), lease.slices)
         return True
 
     def read(self, node: str) -> tuple[NodeRecord | None, int]:
@@ -88,15 +97,20 @@ class Bucket:
 
 
 class Broker:
-    """One core. Its reads and writes wait in ``store`` until the test lets them happen."""
+    """One core.
+
+    Its reads and writes wait in ``store`` until the test lets them happen at the bucket, and what
+    that says waits in ``words``.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.core = BrokerState(world.config)
         self.store: list[WriteRecord | ReadRecord] = []
+        self.words: list[Callable[[Moment], Event]] = []
         self.answers: dict[int, Message] = {}
         self.refusals: dict[int, DsecError] = {}
-        self.revoked: list[str] = []
+        self.revoked: list[Revoke] = []
         self.alarms: list[Alarm] = []
         self.ahead_s = 0.0
         self.resized: list[Lease] = []
@@ -124,7 +138,7 @@ class Broker:
                 if self.world.bucket.read(effect.node)[1] == effect.revision:
                     del self.world.bucket.records[effect.node]
             case Revoke():
-                self.revoked.append(effect.lease_id)
+                self.revoked.append(effect)
             case Alarm():
                 self.alarms.append(effect)
             case Resize():
@@ -214,24 +228,35 @@ class Broker:
 
     def store_step(self, *, fail: bool = False) -> None:
         """Let the oldest read or write happen; with ``fail`` its acknowledgement is lost."""
+        self.serve(fail=fail)
+        self.hear()
+
+    def serve(self, *, fail: bool = False) -> None:
+        """Let the oldest read or write happen at the bucket; its word is still on its way."""
         effect = self.store.pop(0)
-        bucket, at = self.world.bucket, self.at
-        if isinstance(effect, WriteRecord) and bucket.write(
-            effect.node, effect.record, effect.revision
-        ):
+        node, bucket = effect.node, self.world.bucket
+        if isinstance(effect, WriteRecord) and bucket.write(node, effect.record, effect.revision):
+            revision = bucket.read(node)[1]
             if fail:
-                self.handle(StoreFailed(node=effect.node, error=unavailable("lost"), at=at))
+                lost = unavailable("lost")
+                self.words.append(lambda at: StoreFailed(node=node, error=lost, at=at))
             else:
-                revision = bucket.read(effect.node)[1]
-                self.handle(RecordWritten(node=effect.node, revision=revision, at=at))
+                self.words.append(lambda at: RecordWritten(node=node, revision=revision, at=at))
             return
-        record, revision = bucket.read(effect.node)
-        self.handle(RecordRead(node=effect.node, record=record, revision=revision, at=at))
+        record, revision = bucket.read(node)
+        self.words.append(lambda at: RecordRead(node=node, record=record, revision=revision, at=at))
+
+    def hear(self) -> None:
+        """Let the oldest word of the bucket arrive."""
+        self.handle(self.words.pop(0)(self.at))
 
     def settle(self) -> None:
         """Let reads and writes happen until none is left."""
-        while self.store:
-            self.store_step()
+        while self.words or self.store:
+            if self.words:
+                self.hear()
+            else:
+                self.serve()
 
 
 class World:

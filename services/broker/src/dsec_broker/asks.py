@@ -89,9 +89,12 @@ def _unlocked(lease: Lease) -> UnlockedLease:
 
 
 def is_doubtful(books: Books | None, change: Ask | HeartbeatSeen | SweepDue | ResizeAsked) -> bool:
-    """Return whether a change ends what this broker may not have heard of yet."""
+    """Return whether a change is about a lease that this broker may not have heard of yet."""
     if isinstance(change, UnlockAsked):
         return True
+    if isinstance(change, HeartbeatSeen):
+        named = change.heartbeat.lease_ids
+        return bool(named) if books is None else None in map(books.lease, named)
     if not isinstance(change, ReleaseAsked):
         return False
     return books is None or books.lease(change.lease_id) is None

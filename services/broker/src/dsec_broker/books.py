@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from dsec_broker.errors import bad_demand, lease_gone, lease_of_another, slices_taken, units_taken
+from dsec_broker.errors import (
+    bad_demand,
+    lease_gone,
+    lease_of_another,
+    lease_revoked,
+    slices_taken,
+    units_taken,
+)
 from dsec_broker.metering import PriceOf, between, is_any_due, key_of
 from dsec_broker.record import Lease, NodeRecord, Revoked, cu_total, lasting
 from dsec_broker.shares import make_room
@@ -126,7 +133,8 @@ class Books:
 
         Raises:
             DsecError: ``invalid`` for what makes no sense, ``exhausted`` when less is free,
-                ``conflict`` when the id is another project's.
+                ``conflict`` when the id is another project's, ``expired`` when the lease has been
+                granted under this id and was ended, as a sandbox may live on it.
         """
         # What has run out is free, whether or not it has been swept.
         self.sweep(now)
@@ -135,6 +143,8 @@ class Books:
             if known.project != asked.project:
                 raise lease_of_another(lease_id)
             return known
+        if revoked := self._revoked.get(lease_id):
+            raise lease_revoked(lease_id, revoked.reason)
         demand = asked.wanted
         if demand.flaw:
             raise bad_demand(demand)
@@ -226,7 +236,7 @@ class Books:
             return
         for lease in list(self._leases.values()):
             if lease.expires_at + self._skew_s <= now:
-                self._revoke(lease, "its lease ran out: the broker did not hear of it in time")
+                self._run_out(lease)
         self._next_end = min(
             (lease.expires_at for lease in self._leases.values()), default=math.inf
         )
@@ -281,7 +291,7 @@ class Books:
             elif lease.confirmed_at and heartbeat.sent_at > lease.confirmed_at:
                 self._end(lease.lease_id)
         for revoked in list(self._revoked.values()):
-            if revoked.lease_id not in named and heartbeat.sent_at > revoked.confirmed_at:
+            if revoked.lease_id not in named and self._is_over(revoked, heartbeat.sent_at, now):
                 del self._revoked[revoked.lease_id]
                 self.dirty = True
 
@@ -314,12 +324,27 @@ class Books:
         self.dirty = True
 
     def _revoke(self, lease: Lease, reason: str) -> None:
-        """End a lease whose sandbox may live on."""
+        """End a lease on which a sandbox may live, or may be about to."""
         self._end(lease.lease_id)
+        self._revoked[lease.lease_id] = Revoked(
+            lease_id=lease.lease_id,
+            confirmed_at=lease.confirmed_at,
+            reason=reason,
+            expires_at=lease.expires_at,
+        )
+
+    def _run_out(self, lease: Lease) -> None:
+        """End a lease whose time is over; what was never named is no longer expected either."""
         if lease.confirmed_at:
-            self._revoked[lease.lease_id] = Revoked(
-                lease_id=lease.lease_id, confirmed_at=lease.confirmed_at, reason=reason
-            )
+            self._revoke(lease, "its lease ran out: the broker did not hear of it in time")
+        else:
+            self._end(lease.lease_id)
+
+    def _is_over(self, revoked: Revoked, sent_at: float, now: float) -> bool:
+        """Return whether a heartbeat without the lease means that none will name it."""
+        if revoked.confirmed_at:
+            return sent_at > revoked.confirmed_at
+        return revoked.expires_at + self._skew_s <= now
 
 
 def _slices(leases: Iterable[Lease]) -> list[Slice]:

@@ -48,6 +48,15 @@ def lease_gone(lease_id: str) -> DsecError:
     )
 
 
+def lease_revoked(lease_id: str, reason: str) -> DsecError:
+    """Return the error for a grant that is sent again after its lease was ended."""
+    return DsecError(
+        ErrorCode.EXPIRED,
+        f"lease {lease_id} was granted and is gone: {reason}; ask for a new one",
+        details={"lease_id": lease_id},
+    )
+
+
 def lease_of_another(lease_id: str) -> DsecError:
     """Return the error for a grant under an id that another project's lease has."""
     return DsecError(

@@ -59,15 +59,18 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Revoked(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease that ended while its sandbox lived: the node is told until it no longer names it.
+    """A lease that ended although a sandbox may live on it: the node is told when it names it.
 
     Attributes:
-        confirmed_at: as it was in the lease.
+        confirmed_at: as it was in the lease. Kept until a later heartbeat does not name it.
+        expires_at: as it was in the lease. One that no heartbeat had named is kept until then: its
+            sandbox may be on its way.
     """
 
     lease_id: str
     confirmed_at: float
     reason: str
+    expires_at: float = 0.0
 
 
 class NodeRecord(Message, frozen=True, kw_only=True):

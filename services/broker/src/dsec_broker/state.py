@@ -25,7 +25,6 @@ from dsec_broker.effects import (
     ReadRecord,
     Refuse,
     Resize,
-    Revoke,
     TellSegments,
     WriteRecord,
 )
@@ -56,6 +55,7 @@ from dsec_broker.events import (
 from dsec_broker.looking import Change, Done, Looking, NodeKnown
 from dsec_broker.metering import PriceOf, left_untold, newly_untold
 from dsec_broker.record import NodeRecord, lasting
+from dsec_broker.revoking import gone
 from dsec_broker.shares import newly_resized, resize, room_for, unheard
 from dsec_common.compute.units import DEFAULT_PRICE, UnitTable, prices
 from dsec_common.errors import DsecError, ErrorCode
@@ -119,15 +119,11 @@ class BrokerState(Looking):
         if 0 < late_s < _REORDERED_S:
             return []
         entry.heartbeat, entry.seen_at = beat, event.at
-        named = frozenset(beat.lease_ids)
-        gone: list[Effect] = [
-            Revoke(node=beat.node, lease_id=revoked.lease_id, reason=revoked.reason)
-            for revoked in (entry.record.revoked if entry.record else ())
-            if revoked.lease_id in named
-        ]
-        told = entry.record and unheard(entry.record, beat)
-        gone += [Resize(node=beat.node, lease=lease) for lease in told or ()]
-        return gone + self._change(beat.node, event)
+        told: list[Effect] = []
+        if entry.record is not None:
+            resized = unheard(entry.record, beat)
+            told += [Resize(node=beat.node, lease=lease) for lease in resized]
+        return told + self._change(beat.node, event)
 
     def _on_grant(self, event: GrantAsked) -> list[Effect]:
         refusal: DsecError | None = None
@@ -218,13 +214,17 @@ class BrokerState(Looking):
         self._nodes[node].waiting.append(change)
         return self._advance(node, change.at)
 
-    def _advance(self, node: str, at: Moment, *, fresh: bool = False) -> list[Effect]:
+    def _advance(
+        self, node: str, at: Moment, *, fresh: bool = False, judged: int = 0
+    ) -> list[Effect]:
         """Work waiting changes into the record: one write for all, or answers when none is due.
 
         Args:
             node: whose record.
             at: now.
             fresh: the record here is the bucket's of this moment, so bad answers are certain.
+            judged: so many of the changes waited already when that was read. Of a heartbeat that
+                has come since, the record says nothing yet.
         """
         entry = self._nodes[node]
         if entry.busy or not entry.waiting:
@@ -233,8 +233,9 @@ class BrokerState(Looking):
         done: Done = []
         elsewhere: list[GrantAsked] = []
         doubtful = False
-        for change in changes:
-            doubtful |= not fresh and is_doubtful(self._books(node), change)
+        for number, change in enumerate(changes):
+            certain = number < judged if isinstance(change, HeartbeatSeen) else fresh
+            doubtful |= not certain and is_doubtful(self._books(node), change)
             outcome = self._apply(node, change, at)
             doubtful |= not fresh and _is_refusal_for_want(outcome)
             if isinstance(change, GrantAsked) and fresh and self._may_go_elsewhere(change, outcome):
@@ -345,12 +346,18 @@ class BrokerState(Looking):
         """Work out again, on what is there now, all that was held.
 
         A record is deleted only when it has no leases, so one that is gone while leases are known
-        went with its bucket: what is known is then written again.
+        went with its bucket: what is known is then written again, and until something is written no
+        lease is known to have ended.
         """
         entry = self._nodes[event.node]
         entry.adopt(event.record or entry.record, event.revision)
-        entry.waiting.extendleft(change for change, _ in reversed(entry.release()))
-        return self._advance(event.node, event.at, fresh=True)
+        held = [change for change, _ in entry.release()]
+        beats = [change.heartbeat for change in held if isinstance(change, HeartbeatSeen)]
+        if event.record is None and beats and (books := self._books(event.node)):
+            books.dirty = True
+        told = [*gone(event.record, beats[-1])] if event.record and beats else []
+        entry.waiting.extendleft(reversed(held))
+        return told + self._advance(event.node, event.at, fresh=True, judged=len(held))
 
     def _on_store_failed(self, event: StoreFailed) -> list[Effect]:
         """Refuse what was held.

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from dsec.client import DSecClient
+from dsec_common.compute.consistency import CLOCK_TOLERANCE_MS
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.dag import DagRetry, DagSpec, DagStep, RunState, StepState
 from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.dags.converters import Converter
+from dsec_scheduler.dags.runs import RunRecord
+from dsec_scheduler.dags.store import RUNS_BUCKET
 from dsec_scheduler.service import SchedulerService
 from sandboxd_node import BASE, NodeForTests, node_for_tests
 
@@ -224,6 +227,21 @@ async def test_another_scheduler_takes_a_run_over_and_no_attempt_runs_twice(
     assert (over.steps["a"].output, over.steps["a"].attempts) == (7, 1)
     ended = await world.client.list_sandboxes(labels={"dag_run": "r3"}, include_ended=True)
     assert len(ended) == 1
+
+
+async def test_what_a_step_gives_is_newer_than_all_that_it_was_made_of(world: World) -> None:
+    await world.client.dags.register(diamond())
+    run = await world.client.dags.run("diamond", 3)
+    await world.client.dags.wait(run.run_id, timeout_s=60)
+    (scheduler,) = world.schedulers
+    record = await (await scheduler.bus.kv(RUNS_BUCKET, RunRecord, ttl_s=604800.0)).get(
+        f"default.{run.run_id}"
+    )
+    assert record.value is not None
+    steps = record.value.steps
+    for name, planned in record.value.plan.steps.items():
+        newest = max((steps[needed].version_ms for needed in planned.needs), default=0)
+        assert steps[name].version_ms >= newest + CLOCK_TOLERANCE_MS
 
 
 async def test_a_project_sees_only_its_own_runs(world: World) -> None:

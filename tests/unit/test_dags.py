@@ -246,7 +246,7 @@ DIAMOND = {
 
 def _done(run: runs.RunRecord, *names: str) -> runs.RunRecord:
     for name in names:
-        run = runs.succeeded(runs.started(run, name), name, "n.1")
+        run = runs.succeeded(runs.started(run, name), name, "n.1", 0)
     return run
 
 

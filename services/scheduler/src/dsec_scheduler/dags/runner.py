@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import functools
 import random
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import structlog
@@ -19,7 +19,7 @@ import structlog
 from dsec_common.bus import KeyValue, ReplyAddress
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.wire.dag import WHOLE, RunState
+from dsec_common.wire.dag import RunState
 from dsec_common.wire.sandbox import CreateSandbox, ExecCommand
 from dsec_scheduler import admission
 from dsec_scheduler.agents import changes
@@ -28,7 +28,8 @@ from dsec_scheduler.agents.resolving import Resolver
 from dsec_scheduler.creation import Creation
 from dsec_scheduler.dags import runs, schemas
 from dsec_scheduler.dags.converters import Converters
-from dsec_scheduler.dags.plans import AgentContract, PlannedStep, Source, with_agent
+from dsec_scheduler.dags.inputs import StepInput
+from dsec_scheduler.dags.plans import AgentContract, PlannedStep, with_agent
 from dsec_scheduler.dags.runs import RunRecord
 from dsec_scheduler.dags.store import DagStore
 from dsec_scheduler.idempotency import bucket_key
@@ -45,6 +46,13 @@ _STDERR_CHARACTERS: Final = 300
 
 class RunLostError(Exception):
     """Another scheduler has the run now."""
+
+
+class Done(NamedTuple):
+    """A step that was run: where, and the version of what it gave."""
+
+    sandbox_id: str
+    version_ms: int
 
 
 class DagRunner:
@@ -128,15 +136,25 @@ class DagRunner:
 
     # --- One attempt --------------------------------------------------------------------------
 
-    async def attempt(self, project: str, run: RunRecord, name: str) -> str:
-        """Run a step once, keep its output, and return where it ran.
+    async def attempt(self, project: str, run: RunRecord, name: str) -> Done:
+        """Run a step once and keep its output.
 
         Raises:
             DsecError: why it failed; ``invalid`` for an input that no attempt can take.
         """
         record = run.steps[name]
         planned = await self._placeable(project, run.plan.steps[name])
-        value = await self._input(project, run.run_id, planned)
+        read = StepInput(
+            self._store,
+            self._converters,
+            self._clock,
+            project=project,
+            run=run,
+            name=name,
+            planned=planned,
+        )
+        state_ms = await read.settle()
+        value = read.value
         what = f"the input of the step {name}"
         await asyncio.to_thread(schemas.check_value, value, planned.input, what)
         request = CreateSandbox(
@@ -170,8 +188,10 @@ class DagRunner:
             await asyncio.to_thread(schemas.check_value, output, planned.output, what)
         except (msgspec.DecodeError, DsecError) as error:
             raise _failed(name, f"it printed something else than its output: {error}") from None
-        await self._store.put_output(project, run.run_id, name, output)
-        return created.sandbox_id
+        # Newer than all that it was made of, by whichever clocks those were kept.
+        version_ms = max(int(self._clock.now() * 1000), state_ms)
+        await self._store.put_output(project, run.run_id, name, output, version_ms)
+        return Done(created.sandbox_id, version_ms)
 
     async def _placeable(self, project: str, planned: PlannedStep) -> PlannedStep:
         """Return a step with a version that takes new work: its own, or the one that follows it."""
@@ -181,21 +201,6 @@ class DagRunner:
         version = changes.find(record, record.active)
         contract = await self._registry.contract(project, planned.agent, version.contract_sha256)
         return with_agent(planned, AgentContract(version=version.version, contract=contract))
-
-    async def _input(self, project: str, run_id: str, planned: PlannedStep) -> Any:
-        values = {
-            of: self._converters.convert(
-                source.converters, await self._from(project, run_id, source)
-            )
-            for of, source in planned.sources.items()
-        }
-        return values.get(WHOLE, values)
-
-    async def _from(self, project: str, run_id: str, source: Source) -> Any:
-        value = await self._store.value(project, run_id, source.step)
-        for field in source.fields:
-            value = value[field]
-        return value
 
     # --- The record ---------------------------------------------------------------------------
 
@@ -225,13 +230,13 @@ class DagRunner:
         """Return a run as it is kept."""
         return await self._store.run(project, run_id)
 
-    def after(self, run: RunRecord, name: str, attempt: asyncio.Task[str]) -> RunRecord:
+    def after(self, run: RunRecord, name: str, attempt: asyncio.Task[Done]) -> RunRecord:
         """Return the run after an attempt at a step."""
         if attempt.cancelled():
             raise RunLostError
         error = attempt.exception()
         if error is None:
-            return runs.succeeded(run, name, attempt.result())
+            return runs.succeeded(run, name, *attempt.result())
         if not isinstance(error, DsecError):
             _log.error("step_failed", step=name, exc_info=error)
             error = DsecError(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
@@ -250,7 +255,7 @@ class _Drive:
         self._runner = runner
         self._project = project
         self._run_id = run_id
-        self._attempts: dict[str, asyncio.Task[str]] = {}
+        self._attempts: dict[str, asyncio.Task[Done]] = {}
         self._kept: RunRecord
 
     async def to_its_end(self) -> None:

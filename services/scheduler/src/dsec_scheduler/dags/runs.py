@@ -28,6 +28,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
             that one which another scheduler takes over is not run twice.
         round: of resuming; attempts begin anew with each.
         begins_at: Unix time before which the next attempt does not begin.
+        version_ms: of the output of a step that is done: see
+            :mod:`dsec_common.compute.consistency`.
     """
 
     state: StepState = StepState.WAITING
@@ -36,6 +38,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     begins_at: float = 0.0
     error: str = ""
     sandbox_id: str = ""
+    version_ms: int = 0
 
 
 class RunRecord(Message, frozen=True, kw_only=True):
@@ -97,9 +100,17 @@ def started(run: RunRecord, name: str) -> RunRecord:
     return _with(run, name, state=StepState.RUNNING, attempts=step.attempts + 1)
 
 
-def succeeded(run: RunRecord, name: str, sandbox_id: str) -> RunRecord:
+def succeeded(run: RunRecord, name: str, sandbox_id: str, version_ms: int) -> RunRecord:
     """Return the run with a step done."""
-    return _settled(_with(run, name, state=StepState.DONE, error="", sandbox_id=sandbox_id))
+    done = _with(
+        run,
+        name,
+        state=StepState.DONE,
+        error="",
+        sandbox_id=sandbox_id,
+        version_ms=version_ms,
+    )
+    return _settled(done)
 
 
 def failed(

@@ -34,9 +34,19 @@ class DagRecord(Message, frozen=True, kw_only=True):
 
 
 class ValueRecord(Message, frozen=True, kw_only=True):
-    """A run's input, or what a step gave, as JSON."""
+    """A run's input, or what a step gave, as JSON.
+
+    Attributes:
+        version_ms: of a step's output: see :mod:`dsec_common.compute.consistency`.
+    """
 
     value: bytes
+    version_ms: int = 0
+
+    @property
+    def decoded(self) -> Any:
+        """The value."""
+        return msgspec.json.decode(self.value)
 
 
 class DagStore:
@@ -127,18 +137,33 @@ class DagStore:
 
         return await swap(self.runs, f"{project}.{run_id}", change, _pause)
 
-    async def put_output(self, project: str, run_id: str, step: str, value: Any) -> None:
+    async def put_output(
+        self, project: str, run_id: str, step: str, value: Any, version_ms: int
+    ) -> None:
         """Keep what a step gave."""
-        await self._values.put(f"{project}.{run_id}.{step}", _value(value))
+        await self._values.put(f"{project}.{run_id}.{step}", _value(value, version_ms))
 
     async def value(self, project: str, run_id: str, step: str) -> Any:
-        """Return what a step gave, or with an empty ``step`` the run's input."""
+        """Return what a step gave, or with an empty ``step`` the run's input.
+
+        Raises:
+            DsecError: ``not_found``.
+        """
         key = f"{project}.{run_id}.{step or _INPUT}"
-        return msgspec.json.decode((await _found(self._values, key, "value")).value)
+        return (await _found(self._values, key, "value")).decoded
+
+    async def kept(self, project: str, run_id: str, step: str) -> ValueRecord | None:
+        """Return the same as it is kept, or None."""
+        try:
+            return await _found(self._values, f"{project}.{run_id}.{step or _INPUT}", "value")
+        except DsecError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            return None
 
 
-def _value(value: Any) -> ValueRecord:
-    return ValueRecord(value=msgspec.json.encode(value))
+def _value(value: Any, version_ms: int = 0) -> ValueRecord:
+    return ValueRecord(value=msgspec.json.encode(value), version_ms=version_ms)
 
 
 async def _pause(attempt: int) -> None:

@@ -6,17 +6,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from dsec_common import subjects
+from dsec_common import accounts, subjects
 from dsec_common.bus import Bus, Request
 from dsec_common.bus_intake import PROJECT_BYTES_MAX
+from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.subjects import ScopedId
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
 from dsec_common.wire.base import Message, encode
@@ -115,6 +119,58 @@ async def test_a_flood_of_requests_is_exhausted_for_who_sends_it_and_nobody_else
     await floods.until_heard(3 * most)
     assert floods.codes["answered"] == most - most // 8
     await floods.neighbour_is_served()
+
+
+async def _send(url: str, credentials: str, subject: str, requests: int) -> Counter[str]:
+    """Send requests of 1 MB on a connection of its own; return what is answered at once."""
+    answers: Counter[str] = Counter()
+
+    async def hear(message: Msg) -> None:
+        answers[(message.headers or {}).get("Status", "answered")] += 1
+
+    client = Client()
+    await client.connect(url, user_credentials=credentials)
+    inbox = client.new_inbox()
+    await client.subscribe(inbox, cb=hear)
+    for _ in range(requests):
+        await client.publish(subject, bytes(1_000_000), reply=inbox)
+        await client.flush(60)
+    await client.close()
+    return answers
+
+
+async def test_a_flood_from_eight_connections_ends_nobodys_connection(floods: Floods) -> None:
+    server = floods.running.server
+    subject = subjects.sandbox("evil", SANDBOX, "write_file")
+    credentials = str(floods.running.auth.project("evil"))
+
+    async def flood() -> Counter[str]:
+        sent = (_send(server.url, credentials, subject, 50) for _ in range(8))
+        return sum(await asyncio.gather(*sent), Counter())
+
+    # The node reads nothing meanwhile: its loop is this one, which waits for the thread.
+    with ThreadPoolExecutor(1) as thread:
+        answers = thread.submit(asyncio.run, flood()).result()
+    await floods.node.flush(60)  # it has read what was on its way
+    await floods.neighbour_is_served()
+    assert answers["503"] > 100  # no responders
+    assert "Slow Consumer" not in server.log_path.read_text()
+
+
+async def test_a_project_has_so_many_connections_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accounts, "PROJECT_CONNECTIONS_MAX", 3)
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(nats_for_tests(projects=("evil",)))
+        for _ in range(3):
+            await stack.enter_async_context(running.project("evil"))
+        config = msgspec.structs.replace(running.project_config("evil"), connect_timeout_s=0.5)
+        with pytest.raises(DsecError) as caught:
+            await Bus.connect(config)
+        assert caught.value.code is ErrorCode.UNAVAILABLE
+        assert "maximum account active connections exceeded" in caught.value.message
+        await stack.enter_async_context(running.project("default"))
 
 
 async def test_a_flood_of_huge_requests_holds_a_bounded_part_of_the_memory(floods: Floods) -> None:

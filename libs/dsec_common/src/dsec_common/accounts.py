@@ -43,6 +43,9 @@ from dsec_common.accounts_permissions import (
 from dsec_common.errors import DsecError, ErrorCode, from_os_error, not_found
 from dsec_common.subjects import DEFAULT_PROJECT, validate_project
 
+#: A server takes 65,536 in all, unless it is told otherwise.
+PROJECT_CONNECTIONS_MAX: Final = 4096
+
 _UNLIMITED: Final = {"subs": -1, "data": -1, "payload": -1}
 _ACCOUNT_LIMITS: Final = _UNLIMITED | {
     "imports": -1,
@@ -217,7 +220,7 @@ class AuthDirectory:
         claims = {
             "type": "account",
             "version": 2,
-            "limits": _ACCOUNT_LIMITS,
+            "limits": _ACCOUNT_LIMITS | {"conn": PROJECT_CONNECTIONS_MAX},
             "imports": project_imports(name, self._services.public_key),
         }
         credentials = self._user(

@@ -20,7 +20,6 @@ app = typer.Typer(
 )
 
 #: The server's own default; what a project sends in one message is cut to fit it.
-_MAX_PAYLOAD_BYTES: Final = 1024 * 1024
 #: Public claims only, and read by a server that may run as another user.
 _CONFIG_MODE: Final = 0o644
 _CREDENTIALS_MODE: Final = 0o600
@@ -119,7 +118,7 @@ def _server_config(*, listen: str, monitor: str, data: Path, name: str, accounts
     """Return a whole server configuration; what a cluster adds goes beside an ``include`` of it."""
     import msgspec  # noqa: PLC0415  --help stays quick
 
-    from dsec_common.embedded.nats import MAX_PENDING_BYTES  # noqa: PLC0415  as above
+    from dsec_common.embedded.nats import limits_config  # noqa: PLC0415  as above
 
     def quoted(text: str) -> str:
         return msgspec.json.encode(text).decode()
@@ -129,8 +128,7 @@ def _server_config(*, listen: str, monitor: str, data: Path, name: str, accounts
         f"listen: {quoted(listen)}\n"
         f"http: {quoted(monitor)}\n"
         f"server_name: {quoted(name)}\n"
-        f"max_payload: {_MAX_PAYLOAD_BYTES}\n"
-        f"max_pending: {MAX_PENDING_BYTES}\n"
+        f"{limits_config()}"
         f"jetstream {{\n  store_dir: {quoted(str(data / 'jetstream'))}\n}}\n"
         f"{accounts}"
     )

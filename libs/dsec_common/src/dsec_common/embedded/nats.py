@@ -25,6 +25,18 @@ _MAX_PAYLOAD_BYTES: Final = 1024 * 1024
 MAX_PENDING_BYTES: Final = 256 * 1024 * 1024
 
 
+def limits_config() -> str:
+    """Return the part of a server's configuration that says what one connection may take."""
+    return (
+        f"max_payload: {_MAX_PAYLOAD_BYTES}\n"
+        f"max_pending: {MAX_PENDING_BYTES}\n"
+        # Of what a connection cannot take yet, the last quarter is kept free: who sends more hears
+        # at once that nobody takes it. Else several senders would fill that, too, and the server
+        # would end the connection of who is asked, for all who ask.
+        "no_fast_producer_stall: true\n"
+    )
+
+
 def find_nats_server() -> str:
     """Return the path of ``nats-server``: the wheel's, beside the interpreter, or one on PATH.
 
@@ -92,8 +104,7 @@ class NatsServer:
             f"listen: {json.dumps(f'{self.host}:{self.port or -1}')}",
             "server_name: dsec",
             f"ports_file_dir: {json.dumps(str(self.directory))}",
-            f"max_payload: {_MAX_PAYLOAD_BYTES}",
-            f"max_pending: {MAX_PENDING_BYTES}",
+            limits_config(),
             "jetstream {",
             f"  store_dir: {json.dumps(str(self.directory / 'jetstream'))}",
             *(["  sync_interval: always"] if self._sync_always else []),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dsec_broker.elastic import PROVIDER_LABEL
-from dsec_common.compute.conservation import bursts
+from dsec_common.compute.conservation import bursts, is_other_capacity
 from dsec_common.compute.cost import Offer
 from dsec_common.compute.model import GpuDemand, ServiceClass
 from dsec_common.compute.units import DEFAULT_PRICE
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     from dsec_broker.books import Books
     from dsec_common.wire.lease import GrantLease
     from dsec_common.wire.node import NodeHeartbeat
-
-CAPACITY_LABEL: Final = "capacity"
-BURST: Final = "burst"
 
 
 class Candidate(NamedTuple):
@@ -32,8 +28,7 @@ class Candidate(NamedTuple):
     @property
     def is_other(self) -> bool:
         """Whether it is not of the cluster's own capacity: for bursts, or of a node provider."""
-        labels = self.heartbeat.labels
-        return labels.get(CAPACITY_LABEL) == BURST or PROVIDER_LABEL in labels
+        return is_other_capacity(self.heartbeat.labels)
 
 
 def in_order(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from dsec_broker.elastic_config import ElasticConfig
 from dsec_broker.record import Lease, NodeRecord
@@ -16,9 +16,6 @@ from dsec_common.compute.conservation import Share, balance, nodes_for, rank_of
 from dsec_common.compute.model import Card
 from dsec_common.compute.resizing import bounds_of
 from dsec_common.wire.node import NodeHeartbeat
-
-PROVIDER_LABEL: Final = "provider"
-"""By it a node says which node provider it is of."""
 
 
 class Plan(NamedTuple):

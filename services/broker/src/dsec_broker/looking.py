@@ -11,12 +11,13 @@ from typing import TypeAlias
 from dsec_broker.books import Books
 from dsec_broker.config import BrokerConfig
 from dsec_broker.effects import Outcome
-from dsec_broker.elastic import PROVIDER_LABEL, ProvidedNode, provided
+from dsec_broker.elastic import ProvidedNode, provided
 from dsec_broker.errors import node_unknown
 from dsec_broker.events import Ask, HeartbeatSeen, Moment, ResizeAsked, SweepDue
 from dsec_broker.listing import held
 from dsec_broker.record import Lease, NodeRecord, cu_total
 from dsec_common.compute.cards import cards_of
+from dsec_common.compute.conservation import PROVIDER_LABEL
 from dsec_common.compute.model import Card
 from dsec_common.compute.units import UnitTable
 from dsec_common.wire.lease import NodeLeases

@@ -23,6 +23,11 @@ RECOVERY_FACTOR: Final = 0.80
 BURST_FACTOR: Final = 0.80
 """The use of the cluster's own units above which other capacity takes work."""
 
+CAPACITY_LABEL: Final = "capacity"
+BURST: Final = "burst"
+PROVIDER_LABEL: Final = "provider"
+"""By it a node says which node provider it is of."""
+
 _TOLERANCE: Final = 1e-9
 """Sums of units such as 0.1 are not exact."""
 
@@ -141,6 +146,14 @@ def nodes_for(
     if missing_cu <= _TOLERANCE or node_cu <= 0:
         return 0
     return math.ceil(missing_cu / (node_cu * utilisation_factor) - _TOLERANCE)
+
+
+def is_other_capacity(labels: Mapping[str, str]) -> bool:
+    """Return whether a node with these labels is not of the cluster's own capacity.
+
+    It is for bursts, or of a node provider.
+    """
+    return labels.get(CAPACITY_LABEL) == BURST or PROVIDER_LABEL in labels
 
 
 def bursts(used: float, total: float, burst_factor: float = BURST_FACTOR) -> bool:

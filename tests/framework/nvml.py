@@ -88,7 +88,8 @@ class Card(dict[str, str]):
 
 def a100(index: int, **fields: object) -> Card:
     """Return an A100 with 40 GiB."""
-    return Card(index, "NVIDIA A100-SXM4-40GB", 40 * GIB, mig=0, remapping_failed=0, **fields)
+    fields = {"mig": 0, "remapping_failed": 0, **fields}
+    return Card(index, "NVIDIA A100-SXM4-40GB", 40 * GIB, **fields)
 
 
 def l40(index: int, **fields: object) -> Card:

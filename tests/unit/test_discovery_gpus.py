@@ -149,6 +149,31 @@ def test_a_card_cut_in_hardware_tells_its_instances(
     assert not notes
 
 
+def test_processes_on_a_cut_card_are_each_instance_s_own(
+    inventory: Inventory, readers: list[GpuReader]
+) -> None:
+    card = a100(0, slices=7, mig=1, processes="41:5,42:7,43:9", utilisation="41:50:1000000")
+    card.instance("MIG-a", "3g.20gb", 20 * GIB, 3, processes="41:5")
+    card.instance("MIG-b", "1g.5gb", 5 * GIB, 1, processes="42:7,43:9", utilisation="42:50:1000000")
+    inventory.write([card])
+    sample = open_reader(readers).read(measure_use=True)
+    assert [
+        (place, process.pid, process.memory_bytes, process.busy_us)
+        for place, processes in sample.processes.items()
+        for process in processes
+    ] == [("MIG-a", 41, 5, None), ("MIG-b", 42, 7, 500_000), ("MIG-b", 43, 9, 0)]
+    assert sample.readings[0].processes == 3
+
+
+def test_a_driver_that_tells_no_processes_leaves_the_card_out(
+    inventory: Inventory, readers: list[GpuReader]
+) -> None:
+    inventory.write([a100(0, fail="GetComputeRunningProcesses:3"), a100(1)])
+    sample = open_reader(readers).read()
+    assert [gpu.healthy for gpu in sample.gpus] == [True, True]
+    assert sample.processes == {"GPU-00000001": ()}
+
+
 def test_a_card_in_mig_mode_without_instances_counts_for_nothing_and_says_so(
     inventory: Inventory, readers: list[GpuReader]
 ) -> None:

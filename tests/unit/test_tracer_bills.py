@@ -79,7 +79,16 @@ def test_units_held_cost_what_the_table_says() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_and_no_repetition_changes_a_sum(seed: int) -> None:
     things: list[list[MeterRecord]] = [
-        [sandbox(number, name=f"n1.{name}", last=number == 4) for number in range(1, 5)]
+        [
+            sandbox(
+                number,
+                name=f"n1.{name}",
+                last=number == 4,
+                gpu_memory_byte_ms=number if number % 2 else None,
+                gpu_memory_unknown_ms=number,
+            )
+            for number in range(1, 5)
+        ]
         for name in "abc"
     ]
     records: list[MeterRecord] = [
@@ -112,6 +121,24 @@ def test_a_measured_segment_takes_the_place_of_one_whose_time_alone_was_known() 
     assert not bills.segment(sandbox())
     assert not bills.segment(sandbox(cpu_us=0, memory_byte_ms=0, measured=False))
     assert total(bills) == Amounts(sandboxes=1, sandbox_ms=1000, cpu_us=7, memory_byte_ms=11)
+
+
+def test_gpu_use_is_the_sum_of_what_is_known_beside_how_long_it_is_not() -> None:
+    bills = counted(
+        sandbox(1, last=False, gpu_memory_byte_ms=40, cu_used_micro_ms=7),
+        sandbox(2, gpu_memory_byte_ms=2, gpu_memory_unknown_ms=300, cu_used_unknown_ms=1000),
+        sandbox(name="n1.without_units"),
+    )
+    amounts = total(bills)
+    assert (amounts.gpu_memory_byte_ms, amounts.gpu_memory_unknown_ms) == (42, 300)
+    assert (amounts.cu_used_micro_ms, amounts.cu_used_unknown_ms) == (7, 1000)
+
+
+def test_gpu_use_of_which_nothing_is_known_is_not_nothing() -> None:
+    amounts = total(counted(sandbox(gpu_memory_unknown_ms=1000, cu_used_unknown_ms=1000)))
+    assert (amounts.gpu_memory_byte_ms, amounts.cu_used_micro_ms) == (None, None)
+    idle = total(counted(sandbox(gpu_memory_byte_ms=0, cu_used_micro_ms=0)))
+    assert (idle.gpu_memory_byte_ms, idle.cu_used_micro_ms) == (0, 0)
 
 
 def test_projects_agents_and_hours_are_kept_apart() -> None:

@@ -20,6 +20,7 @@ from dsec_common.errors import DsecError, ErrorCode, unavailable
 from dsec_common.streams import EVENTS
 from dsec_common.testing.nats import nats_for_tests
 from dsec_common.wire.agent import (
+    ACTIVE,
     AGENT_SOCKET,
     NETWORK_ACCESS,
     PACKAGE_CHUNK_BYTES,
@@ -302,6 +303,40 @@ async def test_an_update_drains_the_old_version_and_can_be_taken_back(world: Wor
     assert (rules.draining, rules.drain_idle_s) == (("1",), 1.5)
     await world.agents.update("bot", "1")
     assert world.node.told[-1].draining == ("2",)
+
+
+async def test_active_means_the_active_version_wherever_a_version_is_named(world: World) -> None:
+    for version in ("1", "2"):
+        await world.agents.register("bot", version)
+    await world.node.report("a")
+    await world.node.report("b", version="2")
+    await world.agents.update("bot", "2")
+    await world.agents.update("bot", ACTIVE)
+    listed = await world.agents.instances("bot", version=ACTIVE)
+    assert [one.sandbox_id for one in listed] == ["node-1.b"]
+    await world.agents.push_policy("bot", version=ACTIVE, rate_limits={AGENT_SOCKET: 5.0})
+    await world.agents.revoke("bot", [NETWORK_ACCESS], version=ACTIVE)
+    found = [one.policy for one in (await world.agents.inspect("bot")).versions]
+    assert found == [None, AgentPolicy(rate_limits={AGENT_SOCKET: 5}, revoked=(NETWORK_ACCESS,))]
+
+
+async def test_a_revocation_in_the_middle_of_an_update_outlives_its_being_taken_back(
+    world: World,
+) -> None:
+    for version in ("1", "2"):
+        await world.agents.register("bot", version)
+    await world.node.report("old")
+    await world.agents.update("bot", "2", failure_minimum=1, failure_threshold=0.0)
+    await world.node.report("new", version="2")
+    await world.agents.revoke("bot", [NETWORK_ACCESS])
+    await world.node.report(ended=("new",), failed=True)
+    async with asyncio.timeout(20):
+        while (agent := await world.agents.inspect("bot")).active != "1":
+            await asyncio.sleep(0.05)
+    assert [one.policy for one in agent.versions] == 2 * [AgentPolicy(revoked=(NETWORK_ACCESS,))]
+    rules = world.node.told[-1]
+    assert rules.draining == ("2",)
+    assert all(NETWORK_ACCESS in rules.policies[it].revoked for it in rules.versions.values())
 
 
 async def test_too_many_failures_take_a_new_version_back(world: World) -> None:

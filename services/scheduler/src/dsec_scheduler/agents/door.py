@@ -156,6 +156,7 @@ class AgentDoor:
         request = asked.message
         limit = _checked_limit(request.limit, _INSTANCES_PAGE_MAX)
         record = await self._registry.read(asked.project, validate_name(request.name))
+        version = _chosen(record, request.version)
         documents = await self._registry.shards(asked.project)
         found: list[InstanceInfo] = []
         for shard in sorted(documents):
@@ -173,8 +174,7 @@ class AgentDoor:
                     policy_revision=shards.revision_for(record, one),
                 )
                 for sandbox_id, one in shards.instances_of([documents[shard]], request.name)
-                if request.version in {"", one.version}
-                and request.node in {"", shards.node_of(sandbox_id)}
+                if version in {"", one.version} and request.node in {"", shards.node_of(sandbox_id)}
             ]
         return InstanceList(cause_id=request.message_id, instances=tuple(found))
 
@@ -202,6 +202,8 @@ class AgentDoor:
         )
         try:
             record = await self._registry.read(project, validate_name(update.name))
+            version = changes.find(record, update.version).version
+            update = msgspec.structs.replace(update, version=version)
             documents = await self._registry.shards(project)
             before = shards.outcome_of(documents.values(), update.name, update.version)
             record = await self._registry.change(
@@ -227,11 +229,12 @@ class AgentDoor:
         request, project = asked.message, asked.project
         chosen = _checked(request.instances)
         record = await self._registry.read(project, validate_name(request.name))
+        version = _chosen(record, request.version)
         record = await self._registry.change(
             project,
             request.name,
             lambda kept: changes.pushed(
-                kept or record, request.policy, request.version, single=bool(chosen)
+                kept or record, request.policy, version, single=bool(chosen)
             ),
         )
         if not chosen:
@@ -247,16 +250,17 @@ class AgentDoor:
         request, project = asked.message, asked.project
         chosen = set(_checked(request.instances))
         record = await self._registry.read(project, validate_name(request.name))
+        version = _chosen(record, request.version)
         documents = (await self._registry.shards(project)).values()
         pins: dict[str, int] = {}
 
         def change(kept: AgentRecord | None) -> AgentRecord:
             current = kept or record
-            under = _under(current, documents, request.version, chosen)
+            under = _under(current, documents, version, chosen)
             changed, successors = changes.revoked(
                 current,
                 request.permissions,
-                request.version,
+                version,
                 under.values(),
                 single=bool(chosen),
             )
@@ -276,6 +280,11 @@ class AgentDoor:
         governed = await self._governor.tell(record, kept, single=True)
         refused = (*governed.refused, *unknown)[:_REFUSED_SHOWN_MAX]
         return msgspec.structs.replace(governed, refused=refused)
+
+
+def _chosen(record: AgentRecord, version: str) -> str:
+    """Return the version that is meant, by its number; empty for all."""
+    return changes.find(record, version).version if version else ""
 
 
 def _under(

@@ -15,9 +15,9 @@ from dsec_common.log_meters import MeterConsumer
 from dsec_common.metering import MICRO, SandboxSegment
 from dsec_common.testing.kafka import KafkaForTests
 from dsec_common.wire.sandbox import DeleteSandbox, SandboxCreated, SandboxDeleted
-from dsec_sandboxd.kernel.cgroups_layout import detect_layout
 from kafka_brokers import running
 from nvml import GIB, Card, Inventory, a100, load_library
+from sandbox_process import process_in
 from sandboxd_node import NODE, NodeForTests, node_for_tests
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes need root")
@@ -68,23 +68,13 @@ async def node(
     inventory.write([])  # who still waits for the driver need not any longer
 
 
-def process_in(sandbox_id: str) -> int:
-    """Return one of a sandbox's processes by its id on the host."""
-    node, _, local = sandbox_id.partition(".")
-    directory = detect_layout().unified / f"dsec-{node}" / local
-    (group,) = (it for it in directory.glob("exec-*/cgroup.procs") if it.read_text())
-    return int(group.read_text().split()[0])
-
-
 async def busy(node: NodeForTests, created: SandboxCreated) -> tuple[int, asyncio.Task[object]]:
     """Have a sandbox run something; return its process and the task that waits for it."""
     task = asyncio.create_task(node.exec(created.sandbox_id, "sh", "-c", "sleep 600"))
     async with asyncio.timeout(20):
-        while True:
-            try:
-                return process_in(created.sandbox_id), task
-            except (ValueError, OSError):
-                await asyncio.sleep(0.01)
+        while (process := process_in(created.sandbox_id)) is None:
+            await asyncio.sleep(0.01)
+    return process, task
 
 
 async def used_by(kafka: KafkaForTests, *sandbox_ids: str) -> list[SandboxSegment]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -18,13 +19,25 @@ NODES = st.integers(0, 39).map("node-{}".format)
 SMALL, LARGE = Limits(memory_bytes=1000), Limits(memory_bytes=3000)
 
 
-def beat(views: Views, node: str, now: float, *, free: int, draining: bool = False) -> None:
+BURST = {"capacity": "burst"}
+
+
+def beat(
+    views: Views,
+    node: str,
+    now: float,
+    *,
+    free: int,
+    draining: bool = False,
+    labels: dict[str, str] | None = None,
+) -> None:
     """Have a node say that so many bytes of its 4,000 are free."""
     views.observe(
         NodeHeartbeat(
             node=node,
             epoch="1",
             draining=draining,
+            labels=labels or {},
             sent_at=now,
             capacity=Resources(cpus=1000.0, memory_bytes=4000, sandboxes=100),
             allocated=Resources(memory_bytes=4000 - free),
@@ -114,7 +127,58 @@ def test_sizes_that_nobody_asks_for_any_more_are_forgotten() -> None:
     views, looked, randomness = many(free=0), Looked(), random.Random(1)  # noqa: S311  repeatable
     for more in range(1000):
         views.choose(Limits(memory_bytes=1000 + more), looked, 2, 0.0, randomness)
-    assert len(views._remaining) <= 64
+    assert views._own.sizes <= 64
+
+
+def mixed(own_free: int, other_free: int = 4000, count: int = 30) -> Views:
+    """Return nodes of the cluster's own, and half as many for bursts and of a provider each."""
+    views = Views(3.0, 600.0)
+    for number in range(count):
+        beat(views, f"own-{number}", 0.0, free=own_free)
+        labels = BURST if number % 2 else {"provider": "local"}
+        beat(views, f"other-{number}", 0.0, free=other_free, labels=labels)
+    return views
+
+
+def kinds(views: Views, now: float = 0.0, *, own_first: bool = False) -> set[str]:
+    """Return which kinds of nodes are drawn."""
+    randomness = random.Random(1)  # noqa: S311  repeatable
+    drawn = [
+        views.choose(SMALL, lambda _: True, 2, now, randomness, own_first=own_first)
+        for _ in range(50)
+    ]
+    return {(name or "").partition("-")[0] for name in drawn}
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_other_capacity_is_drawn_above_the_burst_line_or_when_the_own_is_full(count: int) -> None:
+    assert kinds(mixed(own_free=1000, count=count)) == {"own"}
+    assert kinds(mixed(own_free=1000, other_free=0, count=count)) == {"own"}
+    crowded = Limits(memory_bytes=2000)
+    views = mixed(own_free=1000, count=count)
+    randomness = random.Random(1)  # noqa: S311  repeatable
+    drawn = views.choose(crowded, lambda _: True, 2, 0.0, randomness)
+    assert drawn is not None
+    assert drawn.startswith("other")
+    above = mixed(own_free=500, count=count)
+    beat(above, "own-0", 0.0, free=1000)
+    assert kinds(above) == {"other"}
+    assert kinds(above, own_first=True) == {"own"}
+    # Where none has room for certain, those that may have it are asked in the same order.
+    assert kinds(mixed(own_free=500, other_free=0, count=count)) == {"other"}
+
+
+def test_the_burst_line_is_looked_at_again_and_a_node_may_change_sides() -> None:
+    views = mixed(own_free=500)
+    beat(views, "own-0", 0.0, free=4000)
+    assert kinds(views) == {"other"}
+    for number in range(30):
+        beat(views, f"own-{number}", 1.0, free=4000)
+    assert kinds(views, now=1.0) == {"own"}
+    for number in range(30):
+        beat(views, f"own-{number}", 2.0, free=4000, labels=BURST)
+        beat(views, f"other-{number}", 2.0, free=4000)
+    assert kinds(views, now=2.0) == {"other"}
 
 
 class Cluster(RuleBasedStateMachine):
@@ -129,9 +193,14 @@ class Cluster(RuleBasedStateMachine):
         for number in range(40):
             beat(self.views, f"node-{number}", self.now, free=0)
 
-    @rule(node=NODES, free=st.sampled_from((0, 0, 1000, 3000, 4000)), draining=st.booleans())
-    def beat(self, node: str, free: int, draining: bool) -> None:
-        beat(self.views, node, self.now, free=free, draining=draining)
+    @rule(
+        node=NODES,
+        free=st.sampled_from((0, 0, 1000, 3000, 4000)),
+        draining=st.booleans(),
+        labels=st.sampled_from(({}, {}, BURST)),
+    )
+    def beat(self, node: str, free: int, draining: bool, labels: dict[str, str]) -> None:
+        beat(self.views, node, self.now, free=free, draining=draining, labels=labels)
 
     @rule(node=NODES)
     def lose(self, node: str) -> None:

@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 
+from dsec_common.compute.conservation import BURST_FACTOR
 from dsec_common.config import ServiceConfig
 from dsec_common.nodes_file import NODES_FILE, read_nodes_file
 from dsec_scheduler.fair_share import Quota, check_quotas
@@ -20,6 +21,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         node_timeout_s: a node is placed on while its last heartbeat is younger than this.
         node_forget_s: a silent node is no longer named in listings after this long.
         choices: so many nodes are drawn at random, and the least loaded of them is taken.
+        burst_factor: the use of the cluster's own nodes above which sandboxes without GPUs go to
+            other capacity first.
         attempts_max: nodes that are asked for one request at most.
         attempt_timeout_s: how long one node has to make the sandbox.
         reply_grace_s: how much longer its answer may take; more than clocks differ.
@@ -60,6 +63,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     node_timeout_s: float = 3.0
     node_forget_s: float = 600.0
     choices: int = 2
+    burst_factor: float = BURST_FACTOR
     attempts_max: int = 4
     attempt_timeout_s: float = 10.0
     reply_grace_s: float = 0.5
@@ -130,6 +134,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         for name in ("ageing_s", "round_interval_s", "realtime_interval_s", "solve_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0 s")
+        if not 0 <= self.burst_factor <= 1:
+            raise ValueError("burst_factor is a part of the cluster's own nodes: use 0 to 1")
         if not 0 <= self.realtime_share <= 1:
             raise ValueError("realtime_share is a part of all cards: use 0 to 1")
         if self.waiting_max < 1 or self.queue_waiting_max < 1:

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
-from dsec_common.compute.model import Slice
+from dsec_common.compute.model import ServiceClass, Slice
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.network import needs_outside
 from dsec_common.wire.node import UPLINK
@@ -123,7 +123,7 @@ class SchedulerState:
         self._config = config
         self._random = randomness
         self._creates: dict[int, _Create] = {}
-        self.views = Views(config.node_timeout_s, config.node_forget_s)
+        self.views = Views(config.node_timeout_s, config.node_forget_s, config.burst_factor)
         self._warm = WarmNodes()
 
     def handle(self, event: Event) -> list[Effect]:
@@ -287,7 +287,12 @@ class SchedulerState:
         limits, only = create.request.limits, create.snapshot_node
         if not only:
             return self.views.choose(
-                limits, create.may_use, self._config.choices, at.monotonic_s, self._random
+                limits,
+                create.may_use,
+                self._config.choices,
+                at.monotonic_s,
+                self._random,
+                own_first=create.request.service_class is ServiceClass.REALTIME,
             )
         view = self.views.get(only)
         takes = view is not None and create.may_use(view)

@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from dsec_common.compute.conservation import BURST_FACTOR, bursts, is_other_capacity
 from dsec_common.wire.node import NodeHeartbeat, Resources
 from dsec_common.wire.sandbox import Limits
-from dsec_scheduler.remaining import Remaining
+from dsec_scheduler.crowd import Crowd
 
 VETO_S: Final = 0.1
 """A node that said it is full is not asked again for this long, unless it looks roomy."""
 
-_DRAWS_PER_CHOICE: Final = 4
-#: Sizes of sandboxes for which nearly all nodes are full, at most; the oldest is forgotten.
-_SIZES_MAX: Final = 64
 #: Silence comes without a word, so nodes are counted again so often.
 _COUNT_HOLDS_S: Final = 0.25
 #: Of so many heartbeats the quickest tells how a node's clock differs from ours. When its clock is
@@ -64,7 +62,10 @@ class Sum:
 
 @dataclass(slots=True)
 class NodeView:
-    """One node as believed. ``pending`` grants are still being made, ``settled`` ones are made."""
+    """One node as believed. ``pending`` grants are still being made, ``settled`` ones are made.
+
+    One that ``is_other`` is not of the cluster's own capacity.
+    """
 
     heartbeat: NodeHeartbeat
     seen_at: float
@@ -74,10 +75,12 @@ class NodeView:
     vetoed_until: float = 0.0
     unreachable: bool = False
     lags_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LAGS_KEPT))
+    is_other: bool = field(init=False)
     _most: Resources = field(init=False)
 
     def __post_init__(self) -> None:
         self._most = _most_of_one(self.heartbeat)
+        self.is_other = is_other_capacity(self.heartbeat.labels)
 
     @property
     def lag_s(self) -> float:
@@ -126,6 +129,7 @@ class NodeView:
             self.vetoed_until = 0.0
         self.heartbeat, self.seen_at, self.unreachable = heartbeat, now, False
         self._most = _most_of_one(heartbeat)
+        self.is_other = is_other_capacity(heartbeat.labels)
         counted = [
             create_id
             for create_id, grant in self.grants.items()
@@ -224,16 +228,19 @@ class Views:
     Args:
         timeout_s: a node is alive while its last heartbeat is younger.
         forget_s: a silent node is forgotten after this long.
+        burst_factor: the use of the cluster's own nodes above which other capacity goes first.
     """
 
-    def __init__(self, timeout_s: float, forget_s: float) -> None:
+    def __init__(
+        self, timeout_s: float, forget_s: float, burst_factor: float = BURST_FACTOR
+    ) -> None:
         self._timeout_s = timeout_s
         self._forget_s = forget_s
+        self._burst_factor = burst_factor
         self._views: dict[str, NodeView] = {}
-        self._names: list[str] = []
+        self._own, self._others = Crowd(), Crowd()
         self._open_count, self._counted_at = 0, -math.inf
-        # By cpus and memory: where room is left for sandboxes that a random draw found none for.
-        self._remaining: dict[tuple[float, int], Remaining] = {}
+        self._bursting, self._used_at = False, -math.inf
 
     def __len__(self) -> int:
         return len(self._views)
@@ -253,12 +260,19 @@ class Views:
         if view is None or view.unreachable or view.heartbeat.draining != heartbeat.draining:
             self._counted_at = -math.inf
         if view is not None:
+            was_other = view.is_other
             view.observe(heartbeat, now)
+            if view.is_other is not was_other:
+                (self._others if was_other else self._own).remove(view.name)
+                self._crowd_of(view).add(view.name)
         else:
             view = self._views[heartbeat.node] = NodeView(heartbeat, now)
-            self._names.append(heartbeat.node)
+            self._crowd_of(view).add(view.name)
         view.lags_s.append(unix_s - heartbeat.sent_at)
-        self._freed(heartbeat.node)
+        self._crowd_of(view).freed(view.name)
+
+    def _crowd_of(self, view: NodeView) -> Crowd:
+        return self._others if view.is_other else self._own
 
     def lag_s(self, node: str) -> float:
         """Return how far a node's wall clock is behind ours; 0 for one that was never heard."""
@@ -270,9 +284,7 @@ class Views:
         for name, view in list(self._views.items()):
             if now - view.seen_at > self._forget_s:
                 del self._views[name]
-                self._names.remove(name)
-                for remaining in self._remaining.values():
-                    remaining.forget(name)
+                self._crowd_of(view).remove(name)
                 self._counted_at = -math.inf
 
     def veto(self, node: str, now: float) -> None:
@@ -301,19 +313,14 @@ class Views:
         view = self._views.get(node)
         if view is not None:
             view.settle(create_id, settled_at)
-            self._freed(node)
+            self._crowd_of(view).freed(node)
 
     def take_back(self, node: str, create_id: int) -> None:
         """Count it no longer."""
         view = self._views.get(node)
         if view is not None:
             view.take_back(create_id)
-            self._freed(node)
-
-    def _freed(self, node: str) -> None:
-        """Note that a node may have more room than before."""
-        for remaining in self._remaining.values():
-            remaining.add(node)
+            self._crowd_of(view).freed(node)
 
     # --- Choosing -----------------------------------------------------------------------------
 
@@ -332,36 +339,72 @@ class Views:
         choices: int,
         now: float,
         randomness: random.Random,
+        *,
+        own_first: bool = False,
     ) -> str | None:
         """Return the node to ask, or None when none may have room.
 
         Of ``choices`` random nodes with room the least loaded is taken (power of k choices), so
-        that schedulers which do not talk to each other do not all run to the same node. The draw
-        comes first and the check second, so that the cost does not grow with the cluster. Once
-        most nodes are full those with room are kept in mind; they are all looked through when that
-        begins. Nodes that only may have room come after all others.
+        that schedulers which do not talk to each other do not all run to the same node. Nodes that
+        only may have room come after all others.
+
+        The cluster's own nodes come before other capacity; once those are used above the burst line
+        it is the other way round, unless ``own_first``.
         """
+        views = self._views
+        crowds = self._crowds(now, own_first=own_first)
         size = (limits.cpus, limits.memory_bytes)
-        remaining = self._remaining.get(size)
-        if remaining is None:
-            drawn = self._draw(
-                lambda view: usable(view) and view.has_room(limits), choices, now, randomness
+
+        def fits(name: str) -> bool:
+            view = views[name]
+            return self.is_open(view, now) and usable(view) and view.has_room(limits)
+
+        def may_fit(name: str) -> bool:
+            view = views[name]
+            return self.is_open(view, now) and usable(view) and view.may_have_room(limits, now)
+
+        for crowd in crowds:
+            drawn = crowd.draw(size, fits, choices, randomness) or crowd.with_room(
+                size,
+                lambda name: usable(views[name]),
+                lambda name: self.has_room(name, limits, now),
+                choices,
+                randomness,
             )
             if drawn:
-                return min(drawn, key=NodeView.load).name
-            remaining = self._keep_in_mind(size)
-        names = remaining.draw(
-            choices,
-            lambda name: usable(self._views[name]),
-            lambda name: self.has_room(name, limits, now),
-            randomness,
-        )
-        drawn = [self._views[name] for name in names]
-        if 2 * len(remaining) > len(self._names):
-            del self._remaining[size]
-        if not drawn:
-            drawn = self._seemingly_full(limits, usable, choices, now, randomness)
-        return min(drawn, key=NodeView.load).name if drawn else None
+                return self._least_loaded(drawn)
+        for crowd in crowds:
+            drawn = crowd.any_that(may_fit, choices, randomness)
+            if drawn:
+                return self._least_loaded(drawn)
+        return None
+
+    def _least_loaded(self, names: Iterable[str]) -> str:
+        return min((self._views[name] for name in names), key=NodeView.load).name
+
+    def _crowds(self, now: float, *, own_first: bool) -> tuple[Crowd, ...]:
+        """Return the nodes in the order in which they take work."""
+        if not len(self._others):
+            return (self._own,)
+        if own_first or not self._bursts(now):
+            return self._own, self._others
+        return self._others, self._own
+
+    def _bursts(self, now: float) -> bool:
+        """Return whether the cluster's own nodes are used above the burst line."""
+        if now - self._used_at > _COUNT_HOLDS_S:
+            own = [view for view in self.open_nodes(now) if not view.is_other]
+            amounts = [(view.taken(), view.heartbeat.capacity) for view in own]
+            self._bursting = any(
+                bursts(
+                    math.fsum(getattr(taken, what) for taken, _ in amounts),
+                    math.fsum(getattr(capacity, what) for _, capacity in amounts),
+                    self._burst_factor,
+                )
+                for what in ("cpus", "memory_bytes", "sandboxes")
+            )
+            self._used_at = now
+        return self._bursting
 
     def seems_to_take(self, node: str, limits: Limits, now: float) -> bool:
         """Return whether it is worth asking this very node."""
@@ -371,56 +414,6 @@ class Views:
             and self.is_open(view, now)
             and (view.has_room(limits) or view.may_have_room(limits, now))
         )
-
-    def _keep_in_mind(self, size: tuple[float, int]) -> Remaining:
-        if len(self._remaining) >= _SIZES_MAX:
-            del self._remaining[next(iter(self._remaining))]
-        remaining = self._remaining[size] = Remaining(self._names)
-        return remaining
-
-    def _seemingly_full(
-        self,
-        limits: Limits,
-        usable: Callable[[NodeView], bool],
-        choices: int,
-        now: float,
-        randomness: random.Random,
-    ) -> list[NodeView]:
-        """Return random nodes that may have room although they seem not to."""
-
-        def fits(view: NodeView) -> bool:
-            return usable(view) and view.may_have_room(limits, now)
-
-        drawn = self._draw(fits, choices, now, randomness)
-        if drawn:
-            return drawn
-        found = [view for view in self if self.is_open(view, now) and fits(view)]
-        return randomness.sample(found, min(choices, len(found)))
-
-    def _draw(
-        self,
-        fits: Callable[[NodeView], bool],
-        choices: int,
-        now: float,
-        randomness: random.Random,
-    ) -> list[NodeView]:
-        """Return ``choices`` random nodes that fit, or fewer when they are not quickly found."""
-        draws, names = choices * _DRAWS_PER_CHOICE, self._names
-        if len(names) <= draws:
-            return []
-        found: list[NodeView] = []
-        drawn: set[int] = set()
-        while len(drawn) < draws:
-            at = int(randomness.random() * len(names))
-            if at in drawn:
-                continue
-            drawn.add(at)
-            view = self._views[names[at]]
-            if self.is_open(view, now) and fits(view):
-                found.append(view)
-                if len(found) == choices:
-                    break
-        return found
 
     def has_room(self, node: str, limits: Limits, now: float) -> bool:
         """Return whether a node takes new sandboxes and has room for one.

@@ -18,8 +18,11 @@ import aiokafka
 import pytest
 
 from dsec import BehaviorLog, DSecClient, DsecError, ErrorCode, Sandbox
+from dsec_common import subjects
+from dsec_common.bus import Bus, BusConfig, Request
 from dsec_common.topics import behavior_logs
 from dsec_common.wire.base import new_id
+from dsec_common.wire.node import PlaceSandbox
 from stack import Stack, pid_of, running_stack
 
 PATIENCE_S = 60.0
@@ -180,6 +183,25 @@ async def one_on_each_node(client: DSecClient, base: str, nodes: set[str]) -> di
     return kept
 
 
+@contextlib.asynccontextmanager
+async def asked_for_a_sandbox(stack: Stack, node: str) -> AsyncIterator[asyncio.Event]:
+    """Yield what is set as soon as the scheduler has chosen this node and asks it."""
+    asked = asyncio.Event()
+
+    async def hear(_: Request[PlaceSandbox]) -> None:
+        asked.set()
+
+    config = BusConfig(
+        servers=stack.context.nats_servers,
+        credentials_path=str(stack.directory / "auth" / "creds" / f"sandboxd-{node}.creds"),
+        name="hears what the node is asked",
+    )
+    async with await Bus.connect(config) as bus:
+        await bus.subscribe(subjects.node_request(node, "place"), PlaceSandbox, hear)
+        await bus.flush()
+        yield asked
+
+
 async def test_a_node_that_dies_between_grant_and_create_costs_only_time(
     stack: Stack, base: str
 ) -> None:
@@ -190,15 +212,15 @@ async def test_a_node_that_dies_between_grant_and_create_costs_only_time(
             await sandbox.delete()
         # It hears no more and yet its heartbeats are fresh: the scheduler grants and waits.
         pid = pid_of(stack, f"sandboxd-{victim}")
-        os.kill(pid, signal.SIGSTOP)
         try:
-            creating = [
-                asyncio.create_task(client.create_sandbox(base, labels=label, **SMALL))
-                for _ in range(12)
-            ]
-            # Its last heartbeat may be nearly as old as is believed: then it is given up at once.
-            _, waiting = await asyncio.wait(creating, timeout=0.3)
-            assert waiting, "some were granted to the node that stands still"
+            async with asked_for_a_sandbox(stack, victim) as asked:
+                os.kill(pid, signal.SIGSTOP)
+                creating = [
+                    asyncio.create_task(client.create_sandbox(base, labels=label, **SMALL))
+                    for _ in range(12)
+                ]
+                async with asyncio.timeout(PATIENCE_S):
+                    await asked.wait()
         finally:
             os.kill(pid, signal.SIGKILL)
         made = await asyncio.gather(*creating)

@@ -82,7 +82,6 @@ def _tell(summary: Summary) -> None:
         told = ", ".join(f"{key} {counts[key]}" for key in sorted(counts))
         print(f"{name.replace('_', ' ')}: {told or 'none'}")
     print(f"sandboxes: {summary.sandboxes}, of which {summary.died} died by themselves")
-    print(f"left by gangs that were cut short, and removed: {summary.cut_short}")
     print(f"revisions: {summary.revisions}, and {summary.unseen} replaced before they were read")
     if not summary.clean:
         print("last history:")

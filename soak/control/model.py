@@ -22,7 +22,6 @@ class Asked:
         made: the ids of all that nodes ever made for it.
         alive: those that are there now.
         answers: what its caller was told; more than one is a contradiction.
-        cut_short: of a gang: its scheduler died, so nobody makes it whole or removes it.
     """
 
     request_id: str
@@ -31,7 +30,6 @@ class Asked:
     made: list[str] = field(default_factory=list)
     alive: set[str] = field(default_factory=set)
     answers: set[str] = field(default_factory=set)
-    cut_short: bool = False
 
 
 class Model:
@@ -45,7 +43,6 @@ class Model:
         self.again: Counter[str] = Counter()
         self.kills: Counter[str] = Counter()
         self.died = 0
-        self.cut_short = 0
         self.violations: list[Violation] = []
         self.history: deque[str] = deque(maxlen=HISTORY_MAX)
         self._placements: set[str] = set()
@@ -123,14 +120,6 @@ class Model:
             said = f"refused ({code}), but there are {sorted(asked.alive)}"
             self.violate(said, asked.request_id)
 
-    def was_cut_short(self, asked: Asked) -> None:
-        """Note that nobody will answer a gang any more: whoever saw to it is dead."""
-        self.note(f"cut short {asked.request_id}")
-        asked.cut_short = True
-        self.refused[f"{asked.kind}:cut_short"] += 1
-        if not self.kills:
-            self.violate("no answer, and nobody was killed", asked.request_id)
-
     def unanswered(self) -> list[Asked]:
         """Return the requests without a final answer."""
-        return [one for one in self.asked.values() if not one.answers and not one.cut_short]
+        return [one for one in self.asked.values() if not one.answers]

@@ -37,7 +37,14 @@ _POLL_S: Final = 0.1
 #: Times that let what a dead process left run out within the run. All clocks are one here.
 _SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "broker": {"clock-skew-s": "1", "sweep-interval-s": "1"},
-    "scheduler": {"attempt-timeout-s": "5", "lease-claim-s": "5", "queue-patience-s": "60"},
+    "scheduler": {
+        "attempt-timeout-s": "5",
+        "lease-claim-s": "5",
+        "queue-patience-s": "60",
+        "starving-s": "10",
+        # Batch work may wait for hours for cards that cost less: here all cost the same.
+        "prices": "A100=1",
+    },
 }
 
 
@@ -61,7 +68,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         asked_again: requests that had to be sent again, by kind: whoever had them was dead.
-        cut_short: sandboxes of gangs whose scheduler died, which their users had to remove.
         revisions: of node records that were checked.
         unseen: and that were replaced before they could be.
         history: what happened last, when something was violated.
@@ -76,7 +82,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     kills: dict[str, int]
     sandboxes: int
     died: int
-    cut_short: int
     leases: int
     revisions: int
     unseen: int
@@ -139,7 +144,6 @@ def _summary(options: ChaosOptions, model: Model, auditor: Auditor) -> Summary:
         kills=dict(model.kills),
         sandboxes=sum(len(asked.made) for asked in model.asked.values()),
         died=model.died,
-        cut_short=model.cut_short,
         leases=auditor.leases,
         revisions=auditor.revisions,
         unseen=auditor.unseen,

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 from dsec import DSecClient, DsecError, ErrorCode, Limits, Sandbox
-from dsec.channel import may_ask_again
 from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.compute.model import GpuDemand, ServiceClass
@@ -36,8 +35,6 @@ _BROKER_S: Final = 3.0
 _HOLD_S: Final = 1.5
 _DIES: Final = 0.25
 _LEASE_TTL_S: Final = 30.0
-#: After this long no node makes what a dead scheduler asked for.
-_LAPSED_S: Final = 6.0
 #: Nothing was decided: the same may be asked again.
 _UNDECIDED: Final = frozenset({ErrorCode.TIMEOUT, ErrorCode.UNAVAILABLE})
 _LIMITS: Final = Limits(cpus=0.1, memory_bytes=SANDBOX_BYTES)
@@ -176,44 +173,26 @@ class User:
 
     async def gang(self) -> None:
         """Have several sandboxes or none."""
-        wanted = self._units()
-        wanted["gpu"] = GpuDemand(min_cu=10, max_cu=20)
+        wanted = {**self._units(), "gpu": GpuDemand(min_cu=10, max_cu=20)}
         asked = self._ask("gang", self._random.randint(2, 4))
-        while True:
-            try:
-                sandboxes = await self._client.create_gang(
-                    "debian@12",
-                    asked.count,
-                    timeout_s=_TRY_S,
-                    limits=_LIMITS,
-                    labels={LABEL: asked.request_id},
-                    **wanted,
-                )
-            except DsecError as error:
-                if error.code is ErrorCode.EXHAUSTED:
-                    self._model.was_refused(asked, str(error.code))
-                    return
-                if error.code not in _UNDECIDED:
-                    raise
-                # A gang has no key: it may be asked for again only if nothing can have come of it.
-                if not may_ask_again(error, repeatable=False):
-                    await self._clear_up(asked)
-                    return
-                self._model.again[asked.kind] += 1
-                await asyncio.sleep(_PAUSE_S)
-            else:
-                break
-        self._model.was_granted(asked, *(it.id for it in sandboxes))
-        await self._hold()
-        await asyncio.gather(*map(self._let_go, sandboxes))
 
-    async def _clear_up(self, asked: Asked) -> None:
-        """Remove what is there of a gang whose scheduler has died, once nothing more comes."""
-        self._model.was_cut_short(asked)
-        await asyncio.sleep(_LAPSED_S)
-        self._model.cut_short += len(asked.alive)
-        for sandbox_id in sorted(asked.alive):
-            await self._client.sandbox(sandbox_id).delete()
+        async def ask() -> list[Sandbox]:
+            return await self._client.create_gang(
+                "debian@12",
+                asked.count,
+                timeout_s=_TRY_S,
+                limits=_LIMITS,
+                labels={LABEL: asked.request_id},
+                idempotency_key=asked.request_id,
+                request_id=asked.request_id,
+                **wanted,
+            )
+
+        sandboxes = await self._settled(asked, ask, ErrorCode.EXHAUSTED)
+        if sandboxes is not None:
+            self._model.was_granted(asked, *(it.id for it in sandboxes))
+            await self._hold()
+            await asyncio.gather(*map(self._let_go, sandboxes))
 
     async def _hold(self) -> None:
         await asyncio.sleep(self._random.expovariate(1 / _HOLD_S))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -14,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from control_plane import BEAT_S, ControlPlane, NodePeer, control_plane, request, until
+from control_plane import ControlPlane, NodePeer, control_plane, request, until
 from dsec_common import subjects
 from dsec_common.bus import Bus, Request
 from dsec_common.compute.model import GpuDemand, ServiceClass
@@ -39,6 +36,7 @@ from dsec_common.wire.waiting import (
     WaitingCancelled,
     WaitingExplained,
 )
+from scheduler_process import SchedulerProcess
 
 Outcome = SandboxRunning | SandboxRefused
 
@@ -389,43 +387,11 @@ async def test_several_schedulers_and_brokers_never_give_a_slice_twice(plane: Co
     assert len(alive) == sum(len(node.placed) for node in nodes) == 32
 
 
-class Scheduler:
-    """A scheduler in a process of its own, to be killed."""
-
-    def __init__(self, plane: ControlPlane, directory: Path, name: str) -> None:
-        settings = plane.settings("scheduler")
-        self._runtime_file = directory / f"{name}.json"
-        self._environment = {
-            **os.environ,
-            "DSEC_NATS_SERVERS": settings["nats_servers"][0],
-            "DSEC_NATS_CREDENTIALS": settings["nats_credentials"],
-            "DSEC_STATE_DIRECTORY": str(directory),
-            "DSEC_RUNTIME_FILE": str(self._runtime_file),
-            "DSEC_WARM_UP_S": str(3 * BEAT_S),
-            "DSEC_LOG_LEVEL": "error",
-        }
-        self._process: asyncio.subprocess.Process
-
-    async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "dsec_scheduler", env=self._environment
-        )
-        await until(self._runs, timeout_s=30)
-
-    def _runs(self) -> bool:
-        return self._runtime_file.exists() and '"running"' in self._runtime_file.read_text()
-
-    async def kill(self) -> None:
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGKILL)
-        await self._process.wait()
-
-
 async def test_what_waited_at_a_killed_scheduler_waits_on_at_another(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
     node = await plane.node("gpu-1", gpus=gpus(1))
-    doomed = Scheduler(plane, tmp_path, "doomed")
+    doomed = SchedulerProcess(plane, tmp_path, "doomed")
     await doomed.start()
     try:
         user = await plane.project()

@@ -213,10 +213,3 @@ def test_a_gang_that_is_not_whole_is_seen(model: Model) -> None:
 def test_a_request_without_an_answer_is_lost(model: Model) -> None:
     lost = model.ask("lost", "sandbox")
     assert model.unanswered() == [lost]
-
-
-def test_a_gang_is_cut_short_only_by_a_death(model: Model) -> None:
-    gang = model.ask("gang", "gang", 2)
-    model.was_cut_short(gang)
-    assert "nobody was killed" in model.violations[0].what
-    assert model.unanswered() == []

@@ -41,7 +41,7 @@ def test_a_fresh_key_begins() -> None:
 
 
 def test_an_answer_is_given_again() -> None:
-    assert decide(record(RequestState.CREATED), "d", NOW, waited=False) == Replay(CREATED)
+    assert decide(record(RequestState.CREATED), "d", NOW, waited=False) == Replay((CREATED,))
 
 
 def test_a_claim_stands_until_its_deadline() -> None:

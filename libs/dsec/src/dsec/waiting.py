@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
-from dsec.channel import ANSWER_PATIENCE_S, Channel
+import msgspec
+
+from dsec.channel import ANSWER_PATIENCE_S, AWAY_S, Channel
 from dsec.creating import create_request, limits_of
 from dsec.sandbox import Sandbox
 from dsec_common import subjects
+from dsec_common.wire.base import new_id
 from dsec_common.wire.waiting import (
     CancelWaiting,
     CreateGang,
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S: Final = 10.0
 _ANSWER_MARGIN_S: Final = 5.0
+_LEAST_S: Final = 0.01
 _LIMITS: Final = ("limits", "cpus", "memory_bytes", "disk_bytes", "pids")
 
 
@@ -88,7 +92,8 @@ class Waits(ABC):
             count: how many.
             timeout_s: how long to wait for all of them.
             request_id: by which the whole is known while it waits; by default one of its own.
-            options: what each is given; see :meth:`~dsec.client.DSecClient.create_sandbox`.
+            options: what each is given; see :meth:`~dsec.client.DSecClient.create_sandbox`. An
+                ``idempotency_key`` is the whole gang's.
 
         Raises:
             DsecError: as :meth:`~dsec.client.DSecClient.create_sandbox`.
@@ -96,16 +101,27 @@ class Waits(ABC):
         channel = self._connected()
         given: dict[str, Any] = dict(options)
         limits = limits_of(**{name: given.pop(name) for name in _LIMITS if name in given})
+        # One of its own: whoever makes the gang may die, and it must be asked for again then.
+        key = given.pop("idempotency_key", "") or new_id()
         requests = tuple(
             create_request(base, limits=limits, timeout_s=timeout_s, **given) for _ in range(count)
         )
-        gang = CreateGang(requests=requests, timeout_s=timeout_s)
-        if request_id:
-            gang = CreateGang(requests=requests, timeout_s=timeout_s, message_id=request_id)
+        gang = CreateGang(
+            requests=requests,
+            timeout_s=timeout_s,
+            message_id=request_id or new_id(),
+            idempotency_key=key,
+        )
         created = await channel.ask(
             subjects.sandbox_create_gang(channel.project),
             gang,
             GangCreated,
             timeout_s=timeout_s + _ANSWER_MARGIN_S,
+            repeatable=True,
+            patience_s=ANSWER_PATIENCE_S,
+            shortened=lambda left_s: msgspec.structs.replace(
+                gang, timeout_s=max(left_s - _ANSWER_MARGIN_S, _LEAST_S)
+            ),
+            away_s=AWAY_S,
         )
         return [Sandbox(channel, one.sandbox_id, one) for one in created.sandboxes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, assert_never
+from typing import NamedTuple, assert_never
 
 import msgspec
 
@@ -13,7 +13,6 @@ from dsec_common.subjects import ScopedId
 from dsec_common.wire.sandbox import CreateSandbox
 from dsec_scheduler.cancelling import Gate
 from dsec_scheduler.effects import Succeed
-from dsec_scheduler.errors import out_of_time
 from dsec_scheduler.idempotency import (
     AskNode,
     Begin,
@@ -24,11 +23,9 @@ from dsec_scheduler.idempotency import (
     arguments_digest,
     decide,
 )
+from dsec_scheduler.keyed import one_answer
 from dsec_scheduler.ledger import Claim, ClaimLostError, Ledger
 from dsec_scheduler.placer import Placer
-
-_FIRST_PAUSE_S: Final = 0.005
-_LAST_PAUSE_S: Final = 0.25
 
 
 class Queued(NamedTuple):
@@ -90,27 +87,13 @@ class Creation:
         """Create or find it; without a key nothing is asked or written but the node."""
         if not key:
             return await self._placer.create(project, request, timeout_s, caller)
-        deadline = self._clock.monotonic() + timeout_s
-        waited = False
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            left_s = max(deadline - self._clock.monotonic(), 0.0)
-            try:
-                succeeded = await self._try_once(
-                    project, request, left_s, caller, key, waited=waited, queued=queued
-                )
-            except ClaimLostError:
-                # Another scheduler has just written what came of the same: look, however late.
-                waited = True
-                continue
-            if succeeded is not None:
-                return succeeded
-            # Another scheduler is at work on the same.
-            if self._clock.monotonic() >= deadline:
-                raise out_of_time(timeout_s, None)
-            waited = True
-            await self._clock.sleep(pause_s)
-            pause_s = min(pause_s * 2, _LAST_PAUSE_S)
+
+        async def try_once(left_s: float, waited: bool) -> Succeed | None:
+            return await self._try_once(
+                project, request, left_s, caller, key, waited=waited, queued=queued
+            )
+
+        return await one_answer(try_once, timeout_s, self._clock)
 
     async def _try_once(
         self,
@@ -130,7 +113,8 @@ class Creation:
         decision = decide(record, digest, self._clock.now(), waited=waited)
         match decision:
             case Replay():
-                return Succeed(create_id=0, created=decision.created, told=False)
+                (created,) = decision.created
+                return Succeed(create_id=0, created=created, told=False)
             case GiveUp():
                 raise decision.error.to_error()
             case Wait():

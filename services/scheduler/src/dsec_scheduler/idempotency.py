@@ -16,6 +16,7 @@ between any two lines; what the next request with the same key then finds:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -34,6 +35,14 @@ class RequestState(StrEnum):
     FAILED = "failed"
 
 
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One sandbox of a gang: the node that is asked for it, its id there, and its lease."""
+
+    node: str
+    local: str
+    lease_id: str
+
+
 class RequestRecord(Message, frozen=True, kw_only=True):
     """What is kept under an idempotency key.
 
@@ -46,6 +55,8 @@ class RequestRecord(Message, frozen=True, kw_only=True):
         deadline: Unix time after which a pending record is nobody's.
         created: the answer, once there is one.
         error: why it failed.
+        members: of a gang, in place of ``node``, ``local`` and ``lease_id``.
+        gang: the answer to it, in place of ``created``.
     """
 
     digest: str
@@ -57,6 +68,13 @@ class RequestRecord(Message, frozen=True, kw_only=True):
     deadline: float = 0.0
     created: SandboxCreated | None = None
     error: ErrorReply | None = None
+    members: tuple[Member, ...] = ()
+    gang: tuple[SandboxCreated, ...] = ()
+
+    @property
+    def answer(self) -> tuple[SandboxCreated, ...]:
+        """All that was made."""
+        return self.gang or ((self.created,) if self.created is not None else ())
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -70,9 +88,9 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """Answer the same again."""
+    """Answer the same again: one sandbox, or those of a gang."""
 
-    created: SandboxCreated
+    created: tuple[SandboxCreated, ...]
 
 
 class GiveUp(msgspec.Struct, frozen=True):
@@ -82,7 +100,7 @@ class GiveUp(msgspec.Struct, frozen=True):
 
 
 class AskNode(msgspec.Struct, frozen=True):
-    """A scheduler died at work: ask this node whether the sandbox is there, or else begin."""
+    """A scheduler died at work: ask its nodes whether what it wanted is there, or else begin."""
 
     record: RequestRecord
 
@@ -106,8 +124,8 @@ def decide(record: RequestRecord | None, digest: str, now: float, *, waited: boo
         return Begin()
     if record.digest != digest:
         raise key_conflict()
-    if record.state is RequestState.CREATED and record.created is not None:
-        return Replay(record.created)
+    if record.state is RequestState.CREATED and record.answer:
+        return Replay(record.answer)
     if record.state is RequestState.FAILED:
         return GiveUp(record.error) if waited and record.error is not None else Begin()
     return Wait(record.deadline) if now < record.deadline else AskNode(record)
@@ -133,6 +151,11 @@ def arguments_digest(request: CreateSandbox) -> str:
     # The order in which a client happened to write its maps does not matter either.
     encoded = msgspec.msgpack.encode(plain, order="sorted")
     return hashlib.sha256(encoded).hexdigest()
+
+
+def gang_digest(requests: Iterable[CreateSandbox]) -> str:
+    """Return what two requests for the same gang have in common."""
+    return hashlib.sha256(" ".join(map(arguments_digest, requests)).encode()).hexdigest()
 
 
 def bucket_key(project: str, kind: str, key: str) -> str:

@@ -13,7 +13,7 @@ from dsec_common.wire.base import ErrorReply
 from dsec_common.wire.sandbox import SandboxCreated
 from dsec_scheduler.cancelling import Gate
 from dsec_scheduler.effects import Place
-from dsec_scheduler.idempotency import RequestRecord, RequestState
+from dsec_scheduler.idempotency import Member, RequestRecord, RequestState
 
 _log: Final = structlog.get_logger(__name__)
 
@@ -55,7 +55,7 @@ class Claim:
         self._owner = owner
         self._revision = revision
         self._grace_s = grace_s
-        self._attempt: Place | None = None
+        self._begun = False
 
     async def begin_attempt(self, attempt: Place) -> None:
         """Write down which node is about to be asked; only then may it be.
@@ -66,22 +66,47 @@ class Claim:
         """
         if self._gate is not None:
             await self._gate.begin(str(ScopedId(attempt.node, attempt.local)))
-        record = RequestRecord(
-            digest=self._digest,
-            state=RequestState.PENDING,
-            owner=self._owner,
-            node=attempt.node,
-            local=attempt.local,
-            lease_id=attempt.lease_id,
-            deadline=attempt.valid_until + self._grace_s,
+        await self._begin(
+            RequestRecord(
+                digest=self._digest,
+                state=RequestState.PENDING,
+                owner=self._owner,
+                node=attempt.node,
+                local=attempt.local,
+                lease_id=attempt.lease_id,
+                deadline=attempt.valid_until + self._grace_s,
+            )
         )
+
+    async def begin_gang(self, members: tuple[Member, ...], valid_until: float) -> None:
+        """Write down which nodes are about to be asked for a gang; only then may they be.
+
+        Args:
+            members: all of them.
+            valid_until: Unix time after which no node makes any of them.
+
+        Raises:
+            ClaimLostError: someone else has the key.
+            DsecError: the bucket does not answer.
+        """
+        await self._begin(
+            RequestRecord(
+                digest=self._digest,
+                state=RequestState.PENDING,
+                owner=self._owner,
+                members=members,
+                deadline=valid_until + self._grace_s,
+            )
+        )
+
+    async def _begin(self, record: RequestRecord) -> None:
         try:
             await self._write(record)
         except DsecError as error:
             if error.code is ErrorCode.CONFLICT:
                 raise ClaimLostError from error
             raise
-        self._attempt = attempt
+        self._begun = True
 
     async def is_lost(self) -> bool:
         """Return whether another scheduler has written the record, as far as can be found out."""
@@ -91,20 +116,21 @@ class Claim:
             return False
         return found.revision != self._revision
 
-    async def succeed(self, created: SandboxCreated) -> None:
-        """Write down the answer. Should this fail, the next request asks the node."""
+    async def succeed(self, *created: SandboxCreated) -> None:
+        """Write down the answer: one or a gang. Should this fail, the next request asks nodes."""
         await self._conclude(
             RequestRecord(
                 digest=self._digest,
                 state=RequestState.CREATED,
                 owner=self._owner,
-                created=created,
+                created=created[0] if len(created) == 1 else None,
+                gang=created if len(created) > 1 else (),
             )
         )
 
     async def fail(self, error: DsecError) -> None:
         """Write down that nothing is left of the request; needless before the first attempt."""
-        if self._attempt is None:
+        if not self._begun:
             return
         await self._conclude(
             RequestRecord(

@@ -141,13 +141,13 @@ class Placer:
         now_s = self._clock.monotonic()
         return self._config.node_in_flight * self._core.views.open_count(now_s)
 
-    async def _create(self, errand: _Errand, timeout_s: float) -> fx.Succeed:
+    async def _create(self, errand: _Errand, timeout_s: float, local: str = "") -> fx.Succeed:
         create_id = next(self._ids)
         event: ev.Event = ev.CreateAsked(
             create_id=create_id,
             project=errand.project,
             request=errand.request,
-            local=new_id(),
+            local=local or new_id(),
             timeout_s=timeout_s,
             at=self._now(),
             units=errand.units,
@@ -401,10 +401,27 @@ class Placer:
         )
         return await self._desk.take(wish, timeout_s)
 
+    def give_back(self, granted: Sequence[Granted]) -> None:
+        """Give units back of which nothing is made."""
+        self._leasing.release_later(*(it.lease_id for it in granted))
+
     async def create_granted(
-        self, project: str, request: CreateSandbox, units: Granted
+        self,
+        project: str,
+        request: CreateSandbox,
+        units: Granted,
+        *,
+        local: str,
+        valid_until: float,
     ) -> SandboxCreated:
         """Make a sandbox on the node of its units, there or nowhere.
+
+        Args:
+            project: whose it is.
+            request: checked.
+            units: taken for it.
+            local: its id on the node.
+            valid_until: Unix time after which the node makes it no more.
 
         Raises:
             DsecError: why it was not made; its units are given back then.
@@ -412,11 +429,12 @@ class Placer:
         try:
             request = self._agents.placed(project, request)
         except DsecError:
-            self._leasing.release_later(units.lease_id)
+            self.give_back([units])
             raise
         since_s = self._clock.monotonic()
         errand = _Errand(project, request, ReplyAddress(), None, since_s, units)
-        return (await self._create(errand, self._config.attempt_timeout_s)).created
+        left_s = max(valid_until - self._clock.now(), 0.0)
+        return (await self._create(errand, left_s, local)).created
 
     # --- Units ----------------------------------------------------------------------------------
 

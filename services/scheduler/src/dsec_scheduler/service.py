@@ -123,7 +123,7 @@ class SchedulerService(Service[SchedulerConfig]):
         )
         self._creation = Creation(self._placer, ledger, self.clock)
         self._gangs = GangDoor(
-            self.bus, self._placer, self._agents, self.config.request_timeout_max_s
+            self.bus, self._placer, ledger, self._agents, clock=self.clock, config=self.config
         )
         pools = await until_available(
             f"the bucket {POOLS_BUCKET}",

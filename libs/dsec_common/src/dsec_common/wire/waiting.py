@@ -24,10 +24,13 @@ class CreateGang(Message, frozen=True, kw_only=True):
         requests: what each is to be, at most :data:`GANG_MAX`. Class and priority are the first
             one's; none has a command or a key of its own.
         timeout_s: how long the caller waits for all of them.
+        idempotency_key: the same key with the same arguments is the same gang; with others it is a
+            ``conflict``. Empty means no key: then what a scheduler that dies had made is left.
     """
 
     requests: tuple[CreateSandbox, ...]
     timeout_s: float = 30.0
+    idempotency_key: str = ""
 
 
 class GangCreated(Message, frozen=True, kw_only=True):

@@ -166,7 +166,9 @@ class Broker:
         )
         return request_id
 
-    def transfer(self, lease_id: str, holder: str = "another", local: str = "") -> int:
+    def transfer(
+        self, lease_id: str, holder: str = "another", local: str = "", agent: str = ""
+    ) -> int:
         """Hand a lease to another holder; return the request's id."""
         request_id = self.world.next_id()
         self.handle(
@@ -174,6 +176,7 @@ class Broker:
                 request_id=request_id,
                 lease_id=lease_id,
                 holder=holder,
+                agent=agent,
                 ttl_s=100.0,
                 local=local or f"moved-{request_id}",
                 at=self.at,

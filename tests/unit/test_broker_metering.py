@@ -9,6 +9,7 @@ import pytest
 
 from broker_world import World, heartbeat
 from dsec_broker.config import BrokerConfig
+from dsec_broker.listing import held
 from dsec_common.compute.model import GpuDemand
 from dsec_common.metering import MICRO, LeaseSegment
 from dsec_common.wire.lease import GrantLease, LeaseGranted
@@ -86,6 +87,26 @@ def test_a_change_of_what_is_held_ends_one_segment_and_begins_the_next(world: Wo
     check(segments)
     assert [it.lasted_ms for it in segments] == [10_000, 5_000]
     assert segments[0].cu_micro > segments[1].cu_micro
+
+
+@pytest.mark.parametrize(("named", "then"), [("", "coder"), ("writer", "writer")])
+def test_a_lease_that_is_handed_on_is_billed_to_whom_it_is_held_for(
+    world: World, named: str, then: str
+) -> None:
+    lease = granted(world, 50.0)
+    broker = world.brokers[0]
+    world.now += 10.0
+    request = broker.transfer(lease.lease_id, agent=named)
+    broker.settle()
+    handed_on = broker.answers[request]
+    assert isinstance(handed_on, LeaseGranted)
+    assert [held(it).agent for it in world.record().leases] == [then]
+    world.now += 5.0
+    broker.release(handed_on.lease_id)
+    broker.settle()
+    told = told_once(world)
+    assert [(it.agent, it.lasted_ms) for it in told[lease.lease_id]] == [("coder", 10_000)]
+    assert [(it.agent, it.lasted_ms) for it in told[handed_on.lease_id]] == [(then, 5_000)]
 
 
 def test_a_lease_that_lasts_is_told_of_now_and_then(world: World) -> None:

@@ -50,9 +50,7 @@ def apply_ask(books: Books, ask: Ask, at: Moment) -> Outcome:
             renewed = LeaseRenewed(lease_id=lease.lease_id, expires_at=lease.expires_at)
             return Answer(request_id=ask.request_id, reply=renewed)
         case TransferAsked():
-            lease = books.transfer(
-                ask.lease_id, f"{books.node}.{ask.local}", ask.holder, at.unix_s, ask.ttl_s
-            )
+            lease = books.transfer(ask, f"{books.node}.{ask.local}", at.unix_s)
             return Answer(request_id=ask.request_id, reply=_granted(books.node, lease))
         case ReleaseAsked():
             books.release(ask.lease_id)

@@ -20,6 +20,7 @@ from dsec_broker.errors import (
     slices_taken,
     units_taken,
 )
+from dsec_broker.events import TransferAsked
 from dsec_broker.metering import PriceOf, between, is_any_due, key_of
 from dsec_broker.record import Lease, NodeRecord, Revoked, cu_total, lasting
 from dsec_broker.shares import make_room
@@ -192,7 +193,7 @@ class Books:
         if lease_id in self._leases:
             self._end(lease_id)
 
-    def transfer(self, lease_id: str, new_id: str, holder: str, now: float, ttl_s: float) -> Lease:
+    def transfer(self, asked: TransferAsked, new_id: str, now: float) -> Lease:
         """Return a new lease on the slices of an old one, which ends; asked again, the same.
 
         Raises:
@@ -201,20 +202,21 @@ class Books:
         known = self._leases.get(new_id)
         if known is not None:
             return known
-        old = self._living(lease_id, now)
+        old = self._living(asked.lease_id, now)
         new = msgspec.structs.replace(
             old,
             lease_id=new_id,
-            holder=holder,
+            holder=asked.holder,
+            agent=asked.agent or old.agent,
             granted_at=now,
-            expires_at=now + ttl_s,
+            expires_at=now + asked.ttl_s,
             token=self._next_token(now),
             confirmed_at=0.0,
             ends_at=0.0,
             segments=0,
             metered_to_ms=0,
         )
-        self._revoke(old, f"its lease was transferred to {holder}")
+        self._revoke(old, f"its lease was transferred to {asked.holder}")
         self._pool.take(new.slices)
         self._put(new)
         return new

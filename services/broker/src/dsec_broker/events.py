@@ -61,6 +61,7 @@ class TransferAsked(msgspec.Struct, frozen=True, kw_only=True):
     request_id: int
     lease_id: str
     holder: str
+    agent: str
     ttl_s: float
     local: str
     at: Moment

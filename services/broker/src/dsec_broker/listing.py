@@ -62,5 +62,6 @@ def held(lease: Lease) -> HeldLease:
         service_class=lease.service_class,
         priority=lease.priority,
         slices=lease.slices,
+        agent=lease.agent,
         ends_at=lease.ends_at,
     )

@@ -200,6 +200,7 @@ class BrokerService(Service[BrokerConfig]):
                 request_id=request_id,
                 lease_id=asked.lease_id,
                 holder=asked.holder,
+                agent=asked.agent,
                 ttl_s=asked.ttl_s,
                 local=local,
                 at=self._now(),

@@ -91,11 +91,15 @@ class TransferLease(Message, frozen=True, kw_only=True):
     They are never free in between. The lease becomes a new one with an id and a larger token of its
     own, so whatever the old holder still does with the old id touches nothing. A sandbox that lives
     on the old one ends.
+
+    Attributes:
+        agent: the kind of agent that it is held for from now on; empty: the same as before.
     """
 
     lease_id: str
     holder: str
     ttl_s: float = LEASE_TTL_S
+    agent: str = ""
 
 
 class RevokeLease(Message, frozen=True, kw_only=True):
@@ -160,6 +164,7 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
     """One lease, to other services.
 
     Attributes:
+        agent: the kind of agent that it is held for; empty when nobody said.
         ends_at: Unix time by which its holder is expected to be gone; 0 when nobody knows. Of a
             sandbox whose time to live was changed since it is what was said first.
     """
@@ -175,6 +180,7 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
     service_class: ServiceClass = ServiceClass.STANDARD
     priority: int = 0
     slices: tuple[Slice, ...] = ()
+    agent: str = ""
     ends_at: float = 0.0
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,23 @@ START_TIMEOUT_S = 30.0
 
 
 class DaemonProcess:
-    """One node's daemon, started and ended as often as a test likes."""
+    """One node's daemon, started and ended as often as a test likes.
 
-    def __init__(self, node: NodeForTests) -> None:
+    Args:
+        node: whose.
+        environment: what it has in its environment beside the test's own.
+        settings: what it is told at each start beside the node's own.
+    """
+
+    def __init__(
+        self,
+        node: NodeForTests,
+        environment: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self.node = node
+        self._environment = dict(environment or {})
+        self._settings = dict(settings or {})
         self._process: asyncio.subprocess.Process | None = None
         self._runtime_file = node.directory / "runtime.json"
         self.log = node.directory / "daemon.log"
@@ -59,12 +72,18 @@ class DaemonProcess:
             "kafka-bootstrap": config.kafka_bootstrap,
             "network-uplink": config.network_uplink,
             "runtime-file": self._runtime_file,
-            **{name.replace("_", "-"): value for name, value in settings.items()},
+            **{
+                name.replace("_", "-"): value
+                for name, value in {**self._settings, **settings}.items()
+            },
         }
         arguments = [f"--{name}={value}" for name, value in flags.items() if value != ""]
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "dsec_sandboxd", *arguments, stdout=log, stderr=log
+                *(sys.executable, "-m", "dsec_sandboxd", *arguments),
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self._environment},
             )
         if wait:
             await self.running()
@@ -102,9 +121,22 @@ class DaemonProcess:
 
 @contextlib.asynccontextmanager
 async def daemon_for_tests(
-    directory: Path, layers: Path, **settings: Any
+    directory: Path,
+    layers: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[DaemonProcess, NodeForTests]]:
-    """Yield a node whose daemon is a process that runs; afterwards nothing of it is left."""
+    """Yield a node whose daemon is a process that runs; afterwards nothing of it is left.
+
+    Args:
+        directory: of the node.
+        layers: its layer store.
+        environment: as :class:`DaemonProcess` takes it.
+        flags: as :class:`DaemonProcess` takes its settings.
+        settings: what the node's own settings are instead.
+    """
     async with contextlib.AsyncExitStack() as stack:
         nats = await stack.enter_async_context(nats_for_tests(projects=("other",)))
         node = NodeForTests(nats, directory, layers, **settings)
@@ -112,7 +144,7 @@ async def daemon_for_tests(
         node.project = await stack.enter_async_context(nats.project("default"))
         node.other = await stack.enter_async_context(nats.project("other"))
         await node.listen()
-        daemon = DaemonProcess(node)
+        daemon = DaemonProcess(node, environment, flags)
         await daemon.start()
         try:
             yield daemon, node

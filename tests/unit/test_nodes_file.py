@@ -52,6 +52,7 @@ def test_the_file_says_what_nodes_and_gpus_are(tmp_path: Path) -> None:
         ("cu_table:\n  A100: 1000000\n", "n.yaml:2:3: Expected `float` <= 100000"),
         ("cu_table:\n  A100: many\n", "n.yaml:2:3: Expected `float`, got `str`"),
         ("prices: {A100: -1}\n", "n.yaml:1:10: Expected `float` >= 0"),
+        ("prices: {A100: 1.0e+300}\n", "n.yaml:1:10: Expected `float` <= 1000000000"),
         ("labels:\n  gpu: no\n", "n.yaml:2:3: Expected `str`, got `bool`: put it in quotes"),
         ("nodes:\n  - a\n", "n.yaml:1:1: Expected `object`, got `array`"),
         ("nodes: {a: [}\n", "n.yaml:1:13: "),

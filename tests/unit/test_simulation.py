@@ -211,6 +211,11 @@ def test_our_own_events_are_read_as_they_are(tmp_path: Path) -> None:
         ("philly", "job_id,submit_time,duration,gpu_num\nj,then,5,1\n", "then"),
         ("events", '{"name": "x"}\n', "line 1"),
         ("kubernetes", "{}", "no column 'items'"),
+        ("kubernetes", '{"items": [{"spec": {"containers": ["x"]}}]}', "no kubernetes trace"),
+        ("kubernetes", "[" * 100_000, "no kubernetes trace"),
+        ("philly", "job_id,submit_time,duration,gpu_num\nj,1,5,inf\n", "no philly trace"),
+        ("philly", "job_id,submit_time,duration,gpu_num\n" + "x" * 200_000, "no philly trace"),
+        ("azure", "1,2,3\n", "no azure trace"),
         ("other", "", "no format 'other'"),
     ],
 )
@@ -225,6 +230,8 @@ def test_what_makes_no_sense_in_a_trace_is_left_out(tmp_path: Path) -> None:
     lines = [work("nan", math.nan), work("back", 5, duration_s=-1), work("fine", 5)]
     text = "\n".join(msgspec.json.encode(one).decode() for one in lines[1:])
     broken = text + '\n{"name":"n","at_s":0,"duration_s":1,"demand":{"min_cu":-1,"max_cu":5}}'
+    philly = "job_id,submit_time,duration,gpu_num\nj,nan,5,1\ni,-inf,5,1\nfine,0,5,1\n"
+    assert [one.name for one in read(tmp_path, "philly", philly)] == ["0-fine"]
     assert [one.name for one in read(tmp_path, "events", broken)] == ["0-fine"]
 
 
@@ -274,6 +281,45 @@ def test_a_file_that_cannot_be_meant_says_what_is_wrong(
     done = dsec("simulate", str(tmp_path / "small.yaml"))
     assert done.returncode == 2
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ((SMALL, ""), "missing required field `cluster`"),
+        (("gpus: 2", "gpus: 0"), "2:34: Expected `int` >= 1"),
+        (("gpus: 2", "gpus: 2, nodes: 100000000"), "2:43: Expected `int` <= "),
+        (("gpus: 2", "gpus: 1000, nodes: 1000"), "more than 100000 cards"),
+        (("gpus: 2}", "gpus: 2}, {name: a, model: L40}"), "same name"),
+        (("[scheduler, whole-cards]", "[]"), "length >= 1"),
+        (("realtime_share: 0", "realtime_share: 7"), "realtime_share 7"),
+        (("realtime_share: 0", "starving_s: 0"), "starving_s"),
+        (("hours: 1", "hours: .nan"), "nan is no amount"),
+        (("hours: 1", "hours: -1"), "> 0"),
+        (("load: 0.9", "load: 0"), "> 0"),
+        (("share: 1", "share: 0"), "> 0"),
+        (("[10, 60]", "[60, 10]"), "from 60 down to 10"),
+        (("[10, 60]", "[10, 60], minutes: 0"), "> 0"),
+        (("[10, 60]", "[10, 60], projects: []"), "length >= 1"),
+        (("kinds: [{name: k, share: 1, cu: [10, 60]}]", "kinds: []"), "length >= 1"),
+        (("mix: ", "prices: {A100: .inf}\nmix: "), "inf is no amount"),
+        (("mix: ", "trace: {file: t, format: openb, speed: 0}\nmix: "), "> 0"),
+    ],
+)
+def test_figures_that_cannot_be_meant_are_told_with_their_place(
+    tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL.replace(*change))
+    with pytest.raises(ScenarioError) as caught:
+        read_scenario(path)
+    assert said in str(caught.value)
+
+
+def test_a_mix_that_would_take_for_ever_is_refused() -> None:
+    mix = Mix(kinds=(Kind(name="k", share=1.0),), hours=1e6, load=1000.0)
+    with pytest.raises(ValueError, match="at most 2000000 are simulated"):
+        draw(mix, 100.0)
 
 
 def test_the_examples_are_scenarios() -> None:

@@ -27,7 +27,7 @@ NODES_FILE: Final = "/etc/dsec/nodes.yaml"
 """Where it is looked for; it need not be there."""
 
 Units = Annotated[float, msgspec.Meta(ge=0, le=UNITS_MAX)]
-Price = Annotated[float, msgspec.Meta(ge=0)]
+Price = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Model = Annotated[str, msgspec.Meta(pattern="[A-Za-z0-9]")]
 NodeName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")]
 

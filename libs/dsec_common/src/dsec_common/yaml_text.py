@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import types
 import typing
 from typing import Any, Final, TypeVar
 
@@ -80,9 +81,10 @@ class _Document:
 
     def check(self, value: Any, kind: Any, path: Path) -> None:
         """Refuse the first part of a value that is not what ``kind`` says, the innermost first."""
-        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-        if isinstance(value, dict) and _is_struct(kind):
-            hints = typing.get_type_hints(kind, include_extras=True)
+        plain = _plain(kind)
+        origin, arguments = typing.get_origin(plain), typing.get_args(plain)
+        if isinstance(value, dict) and _is_struct(plain):
+            hints = typing.get_type_hints(plain, include_extras=True)
             for key, part in value.items():
                 if key not in hints:
                     known = f"{key!r} is not known here{_nearest(key, list(hints))}"
@@ -105,7 +107,18 @@ class _Document:
         except msgspec.ValidationError as error:
             problem = str(error)
             hint = ": put it in quotes" if problem.startswith(_NEEDS_QUOTES) else ""
-            raise self.refusal(self._marks[path], problem + hint) from None
+            # An empty document has no place.
+            raise self.refusal(self._marks.get(path), problem + hint) from None
+
+
+def _plain(kind: Any) -> Any:
+    """Return a type without its bounds, and without the None that says that it may be left out."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return _plain(typing.get_args(kind)[0])
+    if typing.get_origin(kind) in {types.UnionType, typing.Union}:
+        others = [part for part in typing.get_args(kind) if part is not types.NoneType]
+        return _plain(others[0]) if len(others) == 1 else kind
+    return kind
 
 
 def _is_struct(kind: Any) -> bool:

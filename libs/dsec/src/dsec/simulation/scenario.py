@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Final
 
 import msgspec
 
@@ -11,14 +13,17 @@ from dsec.simulation.engine import Outcome, Policy, SimulatedNode, Simulation
 from dsec.simulation.policies import FirstFit, Scheduler, WholeCards
 from dsec.simulation.report import Report, report
 from dsec.simulation.traces import TraceError, TraceFile, read_trace
-from dsec.simulation.work import Mix, Work, draw
-from dsec_common.compute.model import Card, CardMode, ServiceClass
-from dsec_common.compute.units import DEFAULT_PRICES, UnitTable
+from dsec.simulation.work import Amount, Mix, Positive, Work, draw
+from dsec_common.compute.model import COUNT_MAX, Card, CardMode, ServiceClass
+from dsec_common.compute.units import DEFAULT_PRICES, UNITS_MAX, UnitTable
+from dsec_common.errors import DsecError
+from dsec_common.yaml_text import read_yaml
 from dsec_scheduler.queues import QueueRules
 from dsec_scheduler.solving.objective import SLA_S
 
 _GIB = 1 << 30
 _HOUR_S = 3600.0
+_CARDS_MAX: Final = 100_000
 
 
 class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,13 +39,13 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: str
     model: str
-    nodes: int = 1
-    gpus: int = 8
-    memory_gib: float = 0
-    islands: int = 1
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=_CARDS_MAX)] = 1
+    gpus: Annotated[int, msgspec.Meta(ge=1, le=COUNT_MAX)] = 8
+    memory_gib: Annotated[float, msgspec.Meta(ge=0, le=1 << 14)] = 0
+    islands: Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)] = 1
     mode: CardMode = CardMode.MPS
-    from_hour: float = 0.0
-    until_hour: float = math.inf
+    from_hour: Amount = 0.0
+    until_hour: Annotated[float, msgspec.Meta(gt=0)] = math.inf
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,15 +62,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         sla_s: seconds that each class may wait, beside the defaults.
     """
 
-    cluster: tuple[NodeGroup, ...]
+    cluster: Annotated[tuple[NodeGroup, ...], msgspec.Meta(min_length=1)]
     mix: Mix | None = None
     trace: TraceFile | None = None
-    prices: dict[str, float] = {}
-    units: dict[str, float] = {}
+    prices: dict[str, Amount] = {}
+    units: dict[str, Annotated[float, msgspec.Meta(ge=0, le=UNITS_MAX)]] = {}
     queues: QueueRules = QueueRules()
-    compare: tuple[str, ...] = ("scheduler",)
-    warm_up_hours: float = 0.0
-    sla_s: dict[ServiceClass, float] = {}
+    compare: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ("scheduler",)
+    warm_up_hours: Amount = 0.0
+    sla_s: dict[ServiceClass, Positive] = {}
 
 
 class ScenarioError(ValueError):
@@ -78,20 +83,42 @@ def read_scenario(path: Path) -> Scenario:
     Raises:
         ScenarioError: what is wrong with it, and where.
     """
-    import yaml  # noqa: PLC0415  an extra
-
     try:
-        scenario = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Scenario)
+        scenario = read_yaml(path.read_text(encoding="utf-8"), Scenario, str(path))
     except OSError as error:
         raise ScenarioError(f"{path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, msgspec.ValidationError) as error:
-        raise ScenarioError(f"{path}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ScenarioError(f"{path} is no text: {error}") from None
+    except DsecError as error:
+        raise ScenarioError(error.message) from None
+    for flaw in (*_flaws(scenario), *_flaws_of_rules(scenario.queues)):
+        raise ScenarioError(f"{path}: {flaw}")
+    return scenario
+
+
+def _flaws(scenario: Scenario) -> Iterator[str]:
+    """Yield what does not go together."""
     if (scenario.mix is None) == (scenario.trace is None):
-        raise ScenarioError(f"{path}: give either mix or trace")
+        yield "give either mix or trace"
     for policy in scenario.compare:
         if policy not in POLICIES:
-            raise ScenarioError(f"{path}: no policy {policy!r}: use {', '.join(POLICIES)}")
-    return scenario
+            yield f"no policy {policy!r}: use {', '.join(POLICIES)}"
+    names = [group.name for group in scenario.cluster]
+    if len(set(names)) < len(names):
+        yield "two groups of nodes have the same name"
+    if sum(group.nodes * group.gpus for group in scenario.cluster) > _CARDS_MAX:
+        yield f"the cluster has more than {_CARDS_MAX} cards"
+    for kind in scenario.mix.kinds if scenario.mix else ():
+        if kind.cu[0] > kind.cu[1]:
+            yield f"the kind {kind.name} has cu from {kind.cu[0]:g} down to {kind.cu[1]:g}"
+
+
+def _flaws_of_rules(rules: QueueRules) -> Iterator[str]:
+    if not 0 <= rules.realtime_share <= 1:
+        yield f"realtime_share {rules.realtime_share:g} is no part of all cards: use 0 to 1"
+    for name in ("ageing_s", "starving_s", "batch_patience_s"):
+        if not 0 < getattr(rules, name) < math.inf:
+            yield f"{name} must be a positive number of seconds"
 
 
 def nodes_of(scenario: Scenario) -> list[SimulatedNode]:

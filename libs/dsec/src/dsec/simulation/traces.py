@@ -20,11 +20,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
-from dsec.simulation.work import Work
+from dsec.simulation.work import Positive, Units, Work
 from dsec_common.compute.model import GpuDemand, ServiceClass
 
 
@@ -42,10 +42,10 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     file: str
     format: str
-    cu_per_gpu: float = 65.0
-    cu_per_core: float = 1.0
-    limit: int = 0
-    speed: float = 1.0
+    cu_per_gpu: Units = 65.0
+    cu_per_core: Units = 1.0
+    limit: Annotated[int, msgspec.Meta(ge=0)] = 0
+    speed: Positive = 1.0
 
 
 class TraceError(ValueError):
@@ -66,13 +66,23 @@ def read_trace(trace: TraceFile, directory: Path) -> list[Work]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             for work in reader(file, trace):
-                if 0 < work.duration_s < math.inf and not work.demand.flaw:
+                timely = math.isfinite(work.at_s) and 0 < work.duration_s < math.inf
+                if timely and not work.demand.flaw:
                     found.append(work)
                     if trace.limit and len(found) == trace.limit:
                         break
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from None
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+    except RecursionError:
+        raise TraceError(f"{path} is no {trace.format} trace: nested too deeply") from None
+    except (
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        csv.Error,
+    ) as error:
         what = f"no column {error}" if isinstance(error, KeyError) else str(error)
         raise TraceError(f"{path} is no {trace.format} trace: {what}") from error
     start = min((work.at_s for work in found), default=0.0)

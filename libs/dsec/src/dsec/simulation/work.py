@@ -5,10 +5,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Annotated, Final
 
 import msgspec
 
-from dsec_common.compute.model import GpuDemand, ServiceClass
+from dsec_common.compute.model import COUNT_MAX, GpuDemand, ServiceClass
+from dsec_common.compute.units import UNITS_MAX
+
+WORKS_MAX: Final = 2_000_000
+"""Sandboxes that one mix may ask for: some GiB of memory, and hours."""
+
+_MOST: Final = 1e9
+
+Amount = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=_MOST)]
+Units = Annotated[float, msgspec.Meta(gt=0, le=COUNT_MAX * UNITS_MAX)]
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,16 +58,16 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     name: str
-    share: float
-    cu: tuple[float, float] = (10.0, 10.0)
-    sizes: tuple[float, ...] = ()
-    stretch: float = 1.0
-    count: int = 0
+    share: Positive
+    cu: tuple[Units, Units] = (10.0, 10.0)
+    sizes: tuple[Units, ...] = ()
+    stretch: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 1.0
+    count: Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)] = 0
     same_island: bool = False
     models: tuple[str, ...] = ()
-    minutes: float = 10.0
-    spread: float = 0.5
-    projects: tuple[str, ...] = ("default",)
+    minutes: Positive = 10.0
+    spread: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.5
+    projects: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ("default",)
     service_class: ServiceClass = ServiceClass.STANDARD
     priority: int = 0
 
@@ -70,20 +81,30 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         swing: how far the rate goes above and below its average within a day, 0 to 1.
     """
 
-    kinds: tuple[Kind, ...]
-    hours: float = 8.0
-    load: float = 0.9
-    swing: float = 0.0
+    kinds: Annotated[tuple[Kind, ...], msgspec.Meta(min_length=1)]
+    hours: Positive = 8.0
+    load: Positive = 0.9
+    swing: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     seed: int = 1
 
 
 def draw(mix: Mix, total_cu: float) -> list[Work]:
-    """Return the work of a mix for a cluster of so many units; the same for the same seed."""
+    """Return the work of a mix for a cluster of so many units; the same for the same seed.
+
+    Raises:
+        ValueError: it would be more than :data:`WORKS_MAX`.
+    """
     source = random.Random(mix.seed)  # noqa: S311  it must be repeatable
     shares = [kind.share for kind in mix.kinds]
     sample = [_draw_one(source, mix.kinds, shares, "", 0.0) for _ in range(4000)]
     mean = math.fsum(work.demand.max_cu * work.duration_s for work in sample) / len(sample)
     rate = mix.load * total_cu / mean
+    expected = rate * mix.hours * 3600
+    if not expected <= WORKS_MAX:
+        raise ValueError(
+            f"the mix asks for about {expected:.3g} sandboxes; at most {WORKS_MAX} are simulated: "
+            "use fewer hours, less load, or longer work"
+        )
     found: list[Work] = []
     at_s = 0.0
     while True:

@@ -50,7 +50,15 @@ async def grant(
         demand=GpuDemand(min_cu=min_cu, max_cu=max_cu),
         service_class=service_class,
     )
-    return await bus.request(subjects.lease("grant"), asked, LeaseGranted)
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return await bus.request(subjects.lease("grant"), asked, LeaseGranted)
+            except DsecError as error:
+                # Of several brokers, the one that is asked may not have heard of a node yet.
+                if error.code is not ErrorCode.UNAVAILABLE:
+                    raise
+            await asyncio.sleep(0.05)
 
 
 async def until_units(bus: Bus, *, total: float, allocated: float) -> None:

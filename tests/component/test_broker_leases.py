@@ -53,7 +53,7 @@ async def persistently(bus: Bus, verb: str, message: Message, reply: type[R]) ->
     """Send the same message until some broker answers: one that was killed never will."""
     while True:
         try:
-            return await bus.request(subjects.lease(verb), message, reply, timeout_s=2.0)
+            return await bus.request(subjects.lease(verb), message, reply, timeout_s=5.0)
         except DsecError as error:
             if error.code not in {ErrorCode.TIMEOUT, ErrorCode.UNAVAILABLE}:
                 raise

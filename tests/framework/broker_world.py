@@ -57,8 +57,9 @@ def heartbeat(
     lease_ids: tuple[str, ...] = (),
     draining: bool = False,
 ) -> NodeHeartbeat:
-    """Return a heartbeat of a node with GPUs of these models."""
-    gpus = tuple(Gpu(uuid=f"GPU-{number}", model=model) for number, model in enumerate(models))
+    """Return a heartbeat of a node with GPUs of these models: ``GPU-0``, ``GPU-1`` on node-1."""
+    prefix = "GPU" if node == "node-1" else f"GPU-{node}"
+    gpus = tuple(Gpu(uuid=f"{prefix}-{number}", model=model) for number, model in enumerate(models))
     return NodeHeartbeat(
         node=node,
         epoch="1",

@@ -11,6 +11,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from dsec_broker.config import BrokerConfig
 from dsec_broker.service import BrokerService
 from dsec_common import subjects
@@ -78,7 +80,11 @@ class NodePeer:
         self.bus = bus
         self.name = name
         self.capacity = capacity
-        self.gpus = gpus
+        # A card is one node's, whatever name a test has for it.
+        self.gpus = tuple(
+            msgspec.structs.replace(gpu, uuid=f"{gpu.uuid} of {name}" if gpu.uuid else "")
+            for gpu in gpus
+        )
         self.store_id = f"store of {name}"
         self.epoch = "1"
         self.draining = False

@@ -8,12 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from broker_world import START_S, World, heartbeat
+from broker_world import START_S, Broker, World, heartbeat
 from dsec_broker.config import BrokerConfig
 from dsec_broker.effects import Revoke
 from dsec_broker.record import Lease
 from dsec_common.compute.model import GpuDemand
-from dsec_common.subjects import ScopedId
 from dsec_common.wire.lease import GrantLease, LeaseGranted, LeasesUnlocked
 from dsec_common.wire.node import NodeHeartbeat
 
@@ -45,8 +44,8 @@ class Brokers(RuleBasedStateMachine):
         self.granted: dict[str, LeaseGranted] = {}
         self.asked: list[GrantLease] = []
         self.collected: set[int] = set()
-        # Of each lease: the request whose answer the asker waits for.
-        self.awaited: dict[str, int] = {}
+        # Whom each was asked of last, and under which number.
+        self.asking: dict[str, tuple[Broker, int]] = {}
         # Leases that somebody gave back or handed on.
         self.given_up: set[str] = set()
         self.was_lost = False
@@ -65,14 +64,17 @@ class Brokers(RuleBasedStateMachine):
             message_id=name, project="default", holder="h", demand=demand, node=node, ttl_s=50
         )
         self.asked.append(asked)
-        self.awaited[name] = self.world.brokers[broker].ask(asked)
+        self.ask(broker, asked)
+
+    def ask(self, broker: int, asked: GrantLease) -> None:
+        one = self.world.brokers[broker]
+        self.asking[asked.message_id] = (one, one.ask(asked))
 
     @rule(broker=brokers, data=st.data())
     def grant_again(self, broker: int, data: st.DataObject) -> None:
         named = [asked for asked in self.asked if asked.node and self.may_ask_again(asked)]
         if named:
-            asked = data.draw(st.sampled_from(named))
-            self.awaited[asked.message_id] = self.world.brokers[broker].ask(asked)
+            self.ask(broker, named[data.draw(st.integers(0, len(named) - 1))])
 
     def may_ask_again(self, asked: GrantLease) -> bool:
         return True
@@ -91,8 +93,7 @@ class Brokers(RuleBasedStateMachine):
     def transfer(self, broker: int, data: st.DataObject) -> None:
         lease_id = self.any_lease(data)
         self.given_up.add(lease_id)
-        request_id = self.world.brokers[broker].transfer(lease_id)
-        self.awaited[f"moved-{request_id}"] = request_id
+        self.world.brokers[broker].transfer(lease_id)
 
     @rule(broker=brokers, node=nodes, data=st.data())
     def unlock(self, broker: int, node: str, data: st.DataObject) -> None:
@@ -118,6 +119,10 @@ class Brokers(RuleBasedStateMachine):
             else:
                 one.serve()
             self.an_answered_grant_was_written_with_a_token_of_its_own()
+            self.collect()
+
+    def collect(self) -> None:
+        """Take what brokers tell nodes."""
 
     @rule(broker=brokers, node=nodes)
     def watch(self, broker: int, node: str) -> None:
@@ -152,8 +157,7 @@ class Brokers(RuleBasedStateMachine):
                     continue
                 self.collected.add(request_id)
                 known = self.granted.get(reply.lease_id)
-                if self.awaited[ScopedId.parse(reply.lease_id).local] == request_id:
-                    self.answered(reply)
+                self.answered(reply)
                 if known is not None and reply.token == known.token:
                     assert reply.slices == known.slices  # the same lease, told again
                     continue
@@ -167,7 +171,7 @@ class Brokers(RuleBasedStateMachine):
                 self.granted[reply.lease_id] = reply
 
     def answered(self, lease: LeaseGranted) -> None:
-        """Take the answer that the asker waited for."""
+        """Take an answer."""
 
     @invariant()
     def no_write_has_raised_an_alarm(self) -> None:
@@ -242,8 +246,11 @@ class Sandboxes(Brokers):
             self.settle(0)
 
     def may_ask_again(self, asked: GrantLease) -> bool:
-        # A scheduler asks again only while it has no answer.
-        return not any(f"{node}.{asked.message_id}" in self.granted for node in NODES)
+        # A scheduler asks again when it will get no answer, and never once it has a lease.
+        if f"{asked.node}.{asked.message_id}" in self.granted:
+            return False
+        broker, request_id = self.asking[asked.message_id]
+        return broker not in self.world.brokers or request_id in broker.refusals
 
     def answered(self, lease: LeaseGranted) -> None:
         self.nodes[lease.node].placements[lease.lease_id] = lease
@@ -292,7 +299,6 @@ class Sandboxes(Brokers):
     @rule(broker=brokers)
     def crash(self, broker: int) -> None:
         ahead_s = self.world.brokers[broker].ahead_s
-        self.collect()
         self.world.restart(broker).ahead_s = ahead_s
 
     @rule()
@@ -329,7 +335,6 @@ class Sandboxes(Brokers):
                     broker.watch(name)
                     broker.see(beat)
                     self.settle(number)
-            self.collect()
             while self.revokes:
                 self.revoke()
         for name, node in self.nodes.items():

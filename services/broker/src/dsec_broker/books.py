@@ -8,7 +8,8 @@ a grant costs the same on a node with one card as on one with a hundred.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 import msgspec
 
@@ -28,6 +29,11 @@ from dsec_common.compute.model import Card, GpuDemand, Slice
 from dsec_common.compute.slice_pool import SlicePool
 from dsec_common.wire.lease import GrantLease
 from dsec_common.wire.node import NodeHeartbeat
+
+CardsOf: TypeAlias = Callable[
+    [NodeHeartbeat, Mapping[str, str]], tuple[tuple[Card, ...], tuple[str, ...]]
+]
+"""Makes of a heartbeat, without those of its cards that are counted elsewhere, cards and notes."""
 
 
 class Books:
@@ -51,8 +57,8 @@ class Books:
         self._next_end = min((lease.expires_at for lease in record.leases), default=math.inf)
         self._pool = SlicePool(record.cards, _slices(record.leases))
         self._empty: SlicePool | None = None
-        # Another broker, or an earlier life, may have had another table of units.
-        self._counted = False
+        # None: another broker, or an earlier life, may have had another table of units.
+        self._elsewhere: Mapping[str, str] | None = None
         self.dirty = False
 
     @property
@@ -263,11 +269,12 @@ class Books:
     def observe(
         self,
         heartbeat: NodeHeartbeat,
-        cards_of: Callable[[NodeHeartbeat], tuple[tuple[Card, ...], tuple[str, ...]]],
+        elsewhere: Mapping[str, str],
+        cards_of: CardsOf,
         now: float,
         ttl_s: float,
     ) -> None:
-        """Take a heartbeat in.
+        """Take a heartbeat in, and which of its cards are counted for which other nodes.
 
         A lease that the heartbeat names belongs to a living sandbox: it is confirmed, and prolonged
         when less than half of ``ttl_s`` is left, so that a quiet cluster writes twice per lifetime.
@@ -275,15 +282,12 @@ class Books:
         One broker may see heartbeats later than another, hence the comparison by the node's clock.
         """
         stays = lasting(heartbeat)
-        if stays != self._heartbeat or not self._counted:
-            self._counted = True
-            cards, notes = cards_of(heartbeat)
+        if stays != self._heartbeat or elsewhere != self._elsewhere:
+            self._elsewhere = elsewhere
+            cards, notes = cards_of(heartbeat, elsewhere)
             if (stays, cards, notes) != (self._heartbeat, self._cards, self._notes):
-                if cards != self._cards:
-                    self._pool = SlicePool(cards, _slices(self._leases.values()))
-                    self._empty = None
-                self._heartbeat, self._cards, self._notes = stays, cards, notes
-                self.dirty = True
+                self._heartbeat = stays
+                self._have(cards, notes)
         named = frozenset(heartbeat.lease_ids)
         if not named and not self._leases and not self._revoked:
             return
@@ -296,6 +300,22 @@ class Books:
             if revoked.lease_id not in named and self._is_over(revoked, heartbeat.sent_at, now):
                 del self._revoked[revoked.lease_id]
                 self.dirty = True
+
+    def leave(self, cards: Iterable[str], node: str) -> None:
+        """Count cards no longer, but for those under lease: another node has them now."""
+        held = {slice_.card for slice_ in _slices(self._leases.values())}
+        left = {uuid for uuid in cards if uuid not in held}
+        stay = tuple(card for card in self._cards if card.uuid not in left)
+        if len(stay) < len(self._cards):
+            self._elsewhere = None
+            self._have(stay, (*self._notes, f"while it was silent, cards went to node {node}"))
+
+    def _have(self, cards: tuple[Card, ...], notes: tuple[str, ...]) -> None:
+        if cards != self._cards:
+            self._pool = SlicePool(cards, _slices(self._leases.values()))
+            self._empty = None
+        self._cards, self._notes = cards, notes
+        self.dirty = True
 
     def _keep_alive(self, lease: Lease, seen_at: float, now: float, ttl_s: float) -> None:
         if not lease.confirmed_at:

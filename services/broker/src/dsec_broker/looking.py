@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+
 from dsec_broker.books import Books
+from dsec_broker.claims import Claims
 from dsec_broker.config import BrokerConfig
 from dsec_broker.effects import Outcome
 from dsec_broker.elastic import ProvidedNode, provided
@@ -23,7 +26,16 @@ from dsec_common.compute.units import UnitTable
 from dsec_common.wire.lease import NodeLeases
 from dsec_common.wire.node import NodeHeartbeat, NodeInfo, NodeList
 
-Change: TypeAlias = Ask | HeartbeatSeen | SweepDue | ResizeAsked
+
+class CardsLeft(msgspec.Struct, frozen=True, kw_only=True):
+    """Cards of a node that fell silent are named by another one."""
+
+    cards: tuple[str, ...]
+    to: str
+    at: Moment
+
+
+Change: TypeAlias = Ask | HeartbeatSeen | SweepDue | ResizeAsked | CardsLeft
 """What can change a node's record."""
 
 Done: TypeAlias = list[tuple[Change, Outcome | None]]
@@ -66,9 +78,21 @@ class Looking:
     _config: BrokerConfig
     _units: UnitTable
     _nodes: dict[str, NodeKnown]
+    _claims: Claims
 
-    def _cards(self, heartbeat: NodeHeartbeat) -> tuple[tuple[Card, ...], tuple[str, ...]]:
-        return cards_of(heartbeat.gpus, self._units)
+    def _elsewhere(self, heartbeat: NodeHeartbeat) -> Mapping[str, str]:
+        """Return which of a node's cards are counted for which other node."""
+        return self._claims.others(heartbeat.node, heartbeat.gpus)
+
+    def _cards(
+        self, heartbeat: NodeHeartbeat, elsewhere: Mapping[str, str]
+    ) -> tuple[tuple[Card, ...], tuple[str, ...]]:
+        own = [gpu for gpu in heartbeat.gpus if gpu.uuid not in elsewhere]
+        cards, notes = cards_of(own, self._units)
+        return cards, notes + tuple(
+            f"{uuid}: CU 0, node {node} has it; name this node's own cards in nodes.yaml"
+            for uuid, node in elsewhere.items()
+        )
 
     def _not_ready(self, entry: NodeKnown, at: Moment) -> str:
         """Return why the node takes no lease, or the empty string."""
@@ -117,7 +141,7 @@ class Looking:
             return None
         reason = self._not_ready(entry, at)
         # Of the heartbeat itself: a node is worth its units before its record is written.
-        cards, notes = self._cards(heartbeat)
+        cards, notes = self._cards(heartbeat, self._elsewhere(heartbeat))
         return NodeInfo(
             node=heartbeat.node,
             ready=not reason,

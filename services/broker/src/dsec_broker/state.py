@@ -16,6 +16,7 @@ from dsec_broker import audit
 from dsec_broker.asks import apply_ask, is_doubtful, outcome_without_record, refuse
 from dsec_broker.books import Books
 from dsec_broker.choosing import Candidate, in_order
+from dsec_broker.claims import Claims
 from dsec_broker.config import BrokerConfig
 from dsec_broker.effects import (
     Alarm,
@@ -52,7 +53,7 @@ from dsec_broker.events import (
     TransferAsked,
     UnlockAsked,
 )
-from dsec_broker.looking import Change, Done, Looking, NodeKnown
+from dsec_broker.looking import CardsLeft, Change, Done, Looking, NodeKnown
 from dsec_broker.metering import PriceOf, left_untold, newly_untold
 from dsec_broker.record import NodeRecord, lasting
 from dsec_broker.revoking import gone
@@ -64,6 +65,9 @@ from dsec_common.wire.node import NodeHeartbeat
 
 _REORDERED_S = 5.0
 """A heartbeat sent up to so long before the newest one came late; further back, a clock was set."""
+
+_LEFT_S = 30.0
+"""A node that is silent for so long leaves cards without leases to another that names them."""
 
 
 class BrokerState(Looking):
@@ -78,6 +82,7 @@ class BrokerState(Looking):
         self._units = UnitTable(config.cu_table)
         self._prices = prices(config.prices)
         self._nodes: dict[str, NodeKnown] = {}
+        self._claims = Claims()
         # Nodes on which a grant for any node has already been refused.
         self._tried: dict[int, set[str]] = {}
 
@@ -123,7 +128,18 @@ class BrokerState(Looking):
         if entry.record is not None:
             resized = unheard(entry.record, beat)
             told += [Resize(node=beat.node, lease=lease) for lease in resized]
-        return told + self._change(beat.node, event)
+        return told + self._claim(beat, event.at) + self._change(beat.node, event)
+
+    def _claim(self, beat: NodeHeartbeat, at: Moment) -> list[Effect]:
+        """Have nodes that left their cards to this one lose them, which it gets after that."""
+        effects: list[Effect] = []
+        elsewhere = self._elsewhere(beat)
+        for node in dict.fromkeys(elsewhere.values()):
+            seen_at = self._nodes[node].seen_at
+            if seen_at is not None and at.monotonic_s - seen_at.monotonic_s > _LEFT_S:
+                cards = tuple(uuid for uuid, other in elsewhere.items() if other == node)
+                effects += self._change(node, CardsLeft(cards=cards, to=beat.node, at=at))
+        return effects
 
     def _on_grant(self, event: GrantAsked) -> list[Effect]:
         refusal: DsecError | None = None
@@ -272,17 +288,12 @@ class BrokerState(Looking):
                 fresh = NodeRecord(heartbeat=lasting(change.heartbeat))
                 books = self._nodes[node].books = Books(fresh, self._config.clock_skew_s)
                 books.dirty = True
-            books.observe(change.heartbeat, self._cards, at.unix_s, self._config.lease_ttl_s)
+            beat, ttl_s = change.heartbeat, self._config.lease_ttl_s
+            books.observe(beat, self._elsewhere(beat), self._cards, at.unix_s, ttl_s)
             return None
-        if isinstance(change, SweepDue):
+        if isinstance(change, SweepDue | ResizeAsked | CardsLeft):
             if books is not None:
-                books.sweep(at.unix_s)
-                if self._config.meters:
-                    books.tidy(at.unix_s, self._config.metering_interval_s)
-            return None
-        if isinstance(change, ResizeAsked):
-            if books is not None:
-                resize(books, change.targets, change.reason)
+                self._note(books, change, at)
             return None
         if books is None:
             return outcome_without_record(node, change)
@@ -290,6 +301,19 @@ class BrokerState(Looking):
             return apply_ask(books, change, at)
         except DsecError as error:
             return Refuse(request_id=change.request_id, error=error)
+
+    def _note(self, books: Books, change: SweepDue | ResizeAsked | CardsLeft, at: Moment) -> None:
+        match change:
+            case SweepDue():
+                books.sweep(at.unix_s)
+                if self._config.meters:
+                    books.tidy(at.unix_s, self._config.metering_interval_s)
+            case ResizeAsked():
+                resize(books, change.targets, change.reason)
+            case CardsLeft():
+                books.leave(change.cards, change.to)
+            case _:
+                assert_never(change)
 
     def _may_go_elsewhere(self, grant: GrantAsked, outcome: Outcome | None) -> bool:
         return (
@@ -313,6 +337,7 @@ class BrokerState(Looking):
         told = newly_resized(entry.record, entry.writing)
         untold = newly_untold(entry.record, entry.writing)
         entry.record, entry.revision = entry.writing, event.revision
+        self._claims.know(event.node, entry.record)
         effects = self._check(event.node)
         effects += [Resize(node=event.node, lease=lease) for lease in told]
         if untold:
@@ -329,7 +354,8 @@ class BrokerState(Looking):
     def _price_of(self, entry: NodeKnown) -> PriceOf:
         """Return what a unit of a slice of this node costs for an hour."""
         heartbeat = entry.heartbeat or (entry.record.heartbeat if entry.record else None)
-        cards = self._cards(heartbeat)[0] if heartbeat else ()
+        # Of all its cards: a lease outlives what becomes of its card.
+        cards = self._cards(heartbeat, {})[0] if heartbeat else ()
         models = {card.uuid: card.model for card in cards}
         return lambda slice_: self._prices.get(models.get(slice_.card, ""), DEFAULT_PRICE)
 
@@ -351,6 +377,7 @@ class BrokerState(Looking):
         """
         entry = self._nodes[event.node]
         entry.adopt(event.record or entry.record, event.revision)
+        self._claims.know(event.node, entry.record)
         held = [change for change, _ in entry.release()]
         beats = [change.heartbeat for change in held if isinstance(change, HeartbeatSeen)]
         if event.record is None and beats and (books := self._books(event.node)):
@@ -382,6 +409,7 @@ class BrokerState(Looking):
         if not entry.busy and event.revision > entry.revision:
             # The next write of a deleted record creates it.
             entry.adopt(event.record, event.revision if event.record is not None else 0)
+            self._claims.know(event.node, event.record)
         if entry.record is None and entry.seen_at is None and not entry.busy:
             del self._nodes[event.node]
         return []
@@ -397,6 +425,7 @@ class BrokerState(Looking):
         for name, entry in list(self._nodes.items()):
             if self._is_forgotten(entry, event.at):
                 effects.append(DeleteRecord(node=name, revision=entry.revision))
+                self._claims.know(name, None)
                 del self._nodes[name]
         return effects
 

@@ -19,7 +19,7 @@ from dsec_common import subjects
 from dsec_common.bus import Bus, Request
 from dsec_common.clock import SystemClock
 from dsec_common.compute.model import GpuDemand, ServiceClass
-from dsec_common.errors import DsecError
+from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.testing.nats import nats_for_tests
 from dsec_common.wire.elastic import LeaseResized, NodeRetired, ResizeLease, RetireNode
 from dsec_common.wire.lease import GrantLease, LeaseGranted, LeaseReleased, ReleaseLease

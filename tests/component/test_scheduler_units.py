@@ -294,6 +294,20 @@ async def test_leases_yield_what_is_not_promised_to_realtime_work_that_finds_not
     assert (await leases(scheduler.bus))[batch.lease_id].cu >= 40.0
 
 
+async def test_units_are_of_other_capacity_once_the_own_is_used_above_the_line(
+    plane: ControlPlane,
+) -> None:
+    await plane.node("gpu-1", gpus=gpus(1))
+    other = await plane.node("gpu-2", gpus=gpus(1, "NVIDIA L40"))
+    other.labels = {"capacity": "burst"}
+    await other.beat()
+    await plane.scheduler(realtime_share=0.0)
+    user = await plane.project()
+    assert (await create(user, wants(81.0))).node == "gpu-1"
+    assert (await create(user, wants(10.0))).node == "gpu-2"
+    assert (await create(user, wants(10.0, service_class=ServiceClass.REALTIME))).node == "gpu-1"
+
+
 async def test_standard_work_waits_rather_than_have_leases_yield(plane: ControlPlane) -> None:
     node = await plane.node("gpu-1", gpus=gpus(1))
     await plane.scheduler()

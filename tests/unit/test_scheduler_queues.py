@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -412,6 +413,53 @@ def test_ten_thousand_that_wait_cost_the_solver_no_more_than_what_is_free() -> N
     cluster.round(now=1.0)
     assert len(cluster.granted) == 8
     assert sum(len(it.waiting) for it in cluster.problems) == 8
+
+
+# --- Other capacity ---------------------------------------------------------------------------
+
+
+class Bursting(Cluster):
+    """Four cards of the cluster's own, dearer ones, and two of other capacity."""
+
+    def __init__(self, *used: float) -> None:
+        super().__init__(node("own", cards=4), node("zother", cards=2, cu=65.0, model="L40"))
+        for cu in used:
+            self.come(ask(cu, project="before", may_use=lambda name: name == "own", needs="own"))
+
+    def world(self) -> World:
+        prices = {"A100": 1.8, "L40": 1.0}
+        return replace(super().world(), others=frozenset({"zother"}), prices=prices)
+
+    def nodes_of(self, one: Ask) -> list[str]:
+        return [part.node for part in self.granted.get(one, ())]
+
+
+def test_units_are_of_the_own_nodes_first_though_others_are_cheaper() -> None:
+    cluster = Bursting(100.0, 100.0, 100.0)
+    cluster.come(below := ask(30.0), above := ask(30.0), urgent := realtime(30.0))
+    assert cluster.nodes_of(below) == ["own"]
+    assert cluster.nodes_of(above) == ["zother"]
+    assert cluster.nodes_of(urgent) == ["own"]
+
+
+def test_above_the_burst_line_other_capacity_takes_work_first_in_rounds_too() -> None:
+    cluster = Bursting(100.0, 100.0, 100.0, 25.0)
+    blocked = ask(1000.0)
+    cluster.come(blocked, one := ask(60.0), two := ask(70.0), urgent := realtime(5.0))
+    assert cluster.nodes_of(urgent) == ["own"]
+    cluster.round()
+    assert cluster.nodes_of(one) == ["zother"]
+    # What does not fit there has the cluster's own.
+    assert cluster.nodes_of(two) == ["own"]
+
+
+def test_what_finds_no_room_on_the_own_nodes_has_other_capacity_below_the_line() -> None:
+    cluster = Bursting(90.0, 90.0, 60.0, 60.0)
+    blocked = ask(1000.0)
+    on_one_card = GpuDemand(min_cu=50.0, max_cu=50.0, count=1)
+    cluster.come(blocked, one := ask(demands=(on_one_card,)))
+    cluster.round()
+    assert cluster.nodes_of(one) == ["zother"]
 
 
 # --- Leases that yield ------------------------------------------------------------------------

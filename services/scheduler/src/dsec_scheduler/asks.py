@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 
 from dsec_common.compute.conservation import Rank, rank_of
 from dsec_common.compute.model import GpuDemand, ServiceClass, Slice
+from dsec_scheduler.solving.objective import price_limit
 from dsec_scheduler.solving.problem import DURATION_S, NodeCapacity, Problem, Solution
 
 _STANDARD: Final = rank_of(ServiceClass.STANDARD, 0)
@@ -46,6 +47,10 @@ class Ask:
         """Units without which it is not granted."""
         return sum(demand.min_cu for demand in self.demands)
 
+    def price_limit(self, price_range: tuple[float, float], now: float) -> float:
+        """Return the most that it pays for a unit and hour."""
+        return price_limit(self.service_class, max(now - self.asked_at, 0.0), *price_range)
+
 
 @dataclass(frozen=True, slots=True)
 class HeldUnits:
@@ -77,6 +82,7 @@ class World:
         prices: of one CU for an hour, by model.
         foreign: what waits at other schedulers, each one's first.
         leases: by node: what could make room, and what an explanation names.
+        others: the names of nodes that are not of the cluster's own capacity.
     """
 
     nodes: tuple[NodeCapacity, ...] = ()
@@ -84,6 +90,14 @@ class World:
     prices: Mapping[str, float] = field(default_factory=dict)
     foreign: tuple[Ask, ...] = ()
     leases: Mapping[str, tuple[HeldUnits, ...]] = field(default_factory=dict)
+    others: frozenset[str] = frozenset()
+
+    @property
+    def price_range(self) -> tuple[float, float]:
+        """What the cheapest and the dearest card's unit costs for an hour."""
+        models = {card.model for node in self.nodes for card in node.cards}
+        prices = [self.prices.get(model, 1.0) for model in models]
+        return min(prices, default=1.0), max(prices, default=1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         node_timeout_s: a node is placed on while its last heartbeat is younger than this.
         node_forget_s: a silent node is no longer named in listings after this long.
         choices: so many nodes are drawn at random, and the least loaded of them is taken.
-        burst_factor: the use of the cluster's own nodes above which sandboxes without GPUs go to
-            other capacity first.
+        burst_factor: the use of the cluster's own nodes above which other capacity goes first.
         attempts_max: nodes that are asked for one request at most.
         attempt_timeout_s: how long one node has to make the sandbox.
         reply_grace_s: how much longer its answer may take; more than clocks differ.
@@ -109,6 +108,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             ageing_s=self.ageing_s,
             starving_s=self.starving_s,
             batch_patience_s=self.batch_patience_s,
+            burst_factor=self.burst_factor,
         )
 
     def __post_init__(self) -> None:

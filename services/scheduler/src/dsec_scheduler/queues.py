@@ -24,6 +24,7 @@ from typing import Final, assert_never
 
 import msgspec
 
+from dsec_common.compute.conservation import BURST_FACTOR
 from dsec_common.compute.model import ServiceClass
 from dsec_scheduler.asks import (
     Ask,
@@ -42,7 +43,6 @@ from dsec_scheduler.asks import (
 )
 from dsec_scheduler.fair_share import FairShare, Quota
 from dsec_scheduler.lines import Line
-from dsec_scheduler.solving.objective import price_limit
 from dsec_scheduler.solving.problem import Assignment, Problem, Solution, Waiting
 from dsec_scheduler.supply import Cards, Supply, all_cards, place_alone, pool_of
 from dsec_scheduler.yielding import places_that_yield
@@ -63,6 +63,7 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
         ageing_s: waiting that is worth one step of priority.
         starving_s: what has waited this long and longest of all has nodes kept for it.
         batch_patience_s: batch that has waited this long is looked at with standard.
+        burst_factor: the use of the cluster's own cards above which other capacity goes first.
     """
 
     quotas: tuple[Quota, ...] = ()
@@ -70,6 +71,7 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     ageing_s: float = 60.0
     starving_s: float = 60.0
     batch_patience_s: float = 600.0
+    burst_factor: float = BURST_FACTOR
 
 
 @dataclass(slots=True)
@@ -200,12 +202,12 @@ class WaitingRoom:
         world = event.world
         pool = self._pool(world)
         supply = Supply(world.nodes)
-        for cards in self._cards_for(ask.service_class, world, pool):
+        for cards in self._cards_for(ask.service_class, world, pool, supply):
             order = list(self._share.order({ask.project: [ask]}, world.held_cu, _min_cu))
             if order[0][1]:
                 self.limited[ask.ask_id] = order[0][1]
                 return []
-            limit = _price_limit(ask, _price_range(world), event.now)
+            limit = ask.price_limit(world.price_range, event.now)
             parts = place_alone(ask, supply, cards, world.prices, limit)
             if parts:
                 return [self._grant(ask, parts)]
@@ -225,13 +227,24 @@ class WaitingRoom:
     def _granting_of(self, service_class: ServiceClass) -> int:
         return sum(self._asks[it].service_class is service_class for it in self._granting)
 
-    def _cards_for(self, service_class: ServiceClass, world: World, pool: Cards) -> list[Cards]:
+    def _cards_for(
+        self, service_class: ServiceClass, world: World, pool: Cards, supply: Supply
+    ) -> Iterator[Cards]:
+        """Yield the cards that a newcomer of a class may have, those to be tried first first."""
         everything = all_cards(world.nodes)
-        common = everything - pool
         if service_class is not ServiceClass.REALTIME:
-            return [common]
-        others = self._lines[ServiceClass.REALTIME].count < len(self._asks)
-        return [pool] if others and pool else [pool, everything] if pool else [everything]
+            yield from self._in_turn(everything - pool, service_class, world, supply)
+            return
+        if pool:
+            yield from self._in_turn(pool, service_class, world, supply)
+        if not pool or self._lines[ServiceClass.REALTIME].count == len(self._asks):
+            yield from self._in_turn(everything, service_class, world, supply)
+
+    def _in_turn(
+        self, cards: Cards, service_class: ServiceClass, world: World, supply: Supply
+    ) -> tuple[Cards, ...]:
+        urgent = service_class is ServiceClass.REALTIME
+        return supply.in_turn(cards, world.others, self._rules.burst_factor, own_first=urgent)
 
     def _grant(self, ask: Ask, parts: tuple[Part, ...], *, makes_room: bool = False) -> TakeLeases:
         self._granting.add(ask.ask_id)
@@ -291,35 +304,36 @@ class WaitingRoom:
             ask for ask in batch.asks() if event.now - ask.asked_at >= self._rules.batch_patience_s
         ]
 
-        def ordered(
-            line: Line, it: ServiceClass, extra: Iterable[Ask] = ()
-        ) -> Iterator[tuple[Ask, str]]:
-            return self._order(line, it, world, extra)
+        def stages(
+            line: Line, it: ServiceClass, cards: Cards, extra: Iterable[Ask] = ()
+        ) -> list[_Stage]:
+            return [
+                _Stage(self._order(line, it, world, extra), some)
+                for some in self._in_turn(cards, it, world, supply)
+            ]
 
-        self._round = _Round(
-            world,
-            supply,
-            event.now,
-            [
-                _Stage(ordered(realtime, ServiceClass.REALTIME), pool or common, makes_room=True),
-                _Stage(ordered(standard, ServiceClass.STANDARD, aged), common),
-                _Stage(ordered(batch, ServiceClass.BATCH), common),
-                _Stage(ordered(realtime, ServiceClass.REALTIME), common if pool else frozenset()),
-            ],
-        )
+        urgent = stages(realtime, ServiceClass.REALTIME, pool or common)
+        urgent[-1].makes_room = True
+        going = [
+            *urgent,
+            *stages(standard, ServiceClass.STANDARD, common, aged),
+            *stages(batch, ServiceClass.BATCH, common),
+            *stages(realtime, ServiceClass.REALTIME, common if pool else frozenset()),
+        ]
+        self._round = _Round(world, supply, event.now, going)
         return effects + self._ask_on()
 
     def _feed_the_starving(
         self, supply: Supply, cards: Cards, event: RoundDue
     ) -> list[WaitingEffect]:
         """Look at what has waited longest before all else, and keep nodes for it."""
-        prices = _price_range(event.world)
+        prices = event.world.price_range
         hungry = [
             ask
             for ask in self._asks.values()
             if event.now - ask.asked_at >= self._rules.starving_s
             # Who still waits for a better price does not starve.
-            and _price_limit(ask, prices, event.now) == math.inf
+            and ask.price_limit(prices, event.now) == math.inf
             and ask.ask_id not in self._granting
             and ask.ask_id not in self.limited
         ]
@@ -475,18 +489,6 @@ class WaitingRoom:
             for waiting in line.waiting.values():
                 assert waiting  # noqa: S101  invariant
                 assert waiting == sorted(waiting, key=lambda it: it[:2])  # noqa: S101  invariant
-
-
-def _price_range(world: World) -> tuple[float, float]:
-    """Return what the cheapest and the dearest card's unit costs for an hour."""
-    models = {card.model for node in world.nodes for card in node.cards}
-    prices = [world.prices.get(model, 1.0) for model in models]
-    return min(prices, default=1.0), max(prices, default=1.0)
-
-
-def _price_limit(ask: Ask, prices: tuple[float, float], now: float) -> float:
-    """Return the most that an ask pays for a unit and hour."""
-    return price_limit(ask.service_class, max(now - ask.asked_at, 0.0), *prices)
 
 
 def _min_cu(ask: Ask) -> float:

@@ -111,7 +111,9 @@ class SchedulerService(Service[SchedulerConfig]):
         self._registry = await Registry.open(self.bus, self.clock, replicas, self._random)
         self._agents = Resolver(self._registry)
         self._leasing = Leasing(self.bus)
-        self._desk = UnitDesk(self.bus, self.clock, self.config, self._leasing)
+        self._desk = UnitDesk(
+            self.bus, self.clock, self.config, self._leasing, self._core.views.is_other
+        )
         self._placer = Placer(
             self.bus,
             self._core,

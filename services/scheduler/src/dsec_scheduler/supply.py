@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
+from dsec_common.compute.conservation import bursts
 from dsec_common.compute.model import Card, Slice, fit
 from dsec_scheduler.asks import Ask, Part
 from dsec_scheduler.solving.problem import NodeCapacity
@@ -75,6 +76,23 @@ class Supply:
     def free_cu(self, cards: Iterable[tuple[str, str]]) -> float:
         """Return the free units of some cards."""
         return math.fsum(self._free_cu[card] for card in cards)
+
+    def in_turn(
+        self, cards: Cards, others: frozenset[str], burst_factor: float, *, own_first: bool
+    ) -> tuple[Cards, ...]:
+        """Return which of some cards are to be tried first, and then all of them.
+
+        The cluster's own come before other capacity; above the burst line it is the other way
+        round, unless ``own_first``.
+        """
+        other = frozenset(card for card in cards if card[0] in others)
+        if not other or other == cards:
+            return (cards,)
+        whole = {card.uuid: card.cu_total for of in self._cards.values() for card in of}
+        own = [card for card in self._free_cu if card[0] not in others]
+        total_cu = math.fsum(whole[uuid] for _, uuid in own)
+        bursting = bursts(total_cu - self.free_cu(own), total_cu, burst_factor)
+        return (other if bursting and not own_first else cards - other, cards)
 
     def nodes_for(self, ask: Ask) -> frozenset[str] | None:
         """Return the nodes that an ask may go to; None for all."""

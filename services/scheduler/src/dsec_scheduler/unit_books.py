@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from dsec_common import subjects
@@ -21,8 +21,15 @@ _TIMEOUT_S: Final = 2.0
 class UnitBooks:
     """What a round goes by; nothing is asked of the broker while nobody wants units."""
 
-    def __init__(self, bus: Bus, clock: Clock, prices: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        prices: Mapping[str, float],
+        is_other: Callable[[str], bool],
+    ) -> None:
         self._bus = bus
+        self._is_other = is_other
         self._clock = clock
         self._prices = prices
         self._nodes: tuple[NodeLeases, ...] = ()
@@ -106,4 +113,5 @@ class UnitBooks:
                 )
                 for it in self._nodes
             },
+            others=frozenset(it.node for it in self._nodes if self._is_other(it.node)),
         )

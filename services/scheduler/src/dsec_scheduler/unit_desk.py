@@ -47,6 +47,7 @@ from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.explaining import explain
 from dsec_scheduler.leasing import Leasing
 from dsec_scheduler.queues import WaitingRoom
+from dsec_scheduler.reasons import Reasons
 from dsec_scheduler.reports import Reports
 from dsec_scheduler.solver import solve
 from dsec_scheduler.solving.problem import DURATION_S, Problem, Solution
@@ -88,15 +89,31 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnitDesk:
-    """Gives out Compute Units, one wish after another or many in a round."""
+    """Gives out Compute Units, one wish after another or many in a round.
 
-    def __init__(self, bus: Bus, clock: Clock, config: SchedulerConfig, leasing: Leasing) -> None:
+    Args:
+        bus: connected.
+        clock: for waits, and for what leases' times are compared with.
+        config: of the scheduler.
+        leasing: takes leases.
+        is_other: whether a node is not of the cluster's own capacity.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        config: SchedulerConfig,
+        leasing: Leasing,
+        is_other: Callable[[str], bool],
+    ) -> None:
         self._clock = clock
         self._config = config
         self._leasing = leasing
-        self._books = UnitBooks(bus, clock, prices(config.prices))
+        self._books = UnitBooks(bus, clock, prices(config.prices), is_other)
         self._room = WaitingRoom(config.queue_rules())
         self._reports = Reports(bus, clock)
+        self._reasons = Reasons(clock, self._explain)
         self._ids = itertools.count(1)
         self._wishes: dict[int, tuple[Wish, asyncio.Future[tuple[Granted, ...]]]] = {}
         self._of_project: Counter[str] = Counter()
@@ -146,7 +163,7 @@ class UnitDesk:
             async with asyncio.timeout(timeout_s):
                 granted = await outcome
         except TimeoutError:
-            why = self._explain(ask)
+            why = self._reasons.at_once(ask)
             raise errors.no_units(timeout_s, why, self._config.retry_after_s) from None
         finally:
             del self._wishes[ask.ask_id]
@@ -191,7 +208,7 @@ class UnitDesk:
             DsecError: the broker did not answer.
         """
         await self._books.refresh(0.0)
-        return self._explain(ask)
+        return await self._reasons.exactly(ask)
 
     def _explain(self, ask: Ask) -> WaitingExplained:
         now, unix_s = self._clock.monotonic(), self._clock.now()

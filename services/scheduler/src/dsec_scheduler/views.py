@@ -252,6 +252,11 @@ class Views:
         """Return the node's view, or None."""
         return self._views.get(node)
 
+    def is_other(self, node: str) -> bool:
+        """Return whether a node is known not to be of the cluster's own capacity."""
+        view = self._views.get(node)
+        return view is not None and view.is_other
+
     # --- What becomes known -------------------------------------------------------------------
 
     def observe(self, heartbeat: NodeHeartbeat, now: float, unix_s: float) -> None:

@@ -169,8 +169,18 @@ def too_many_wait(waiting: int, retry_after_s: float) -> DsecError:
     )
 
 
-def no_units(timeout_s: float, why: WaitingExplained, retry_after_s: float) -> DsecError:
-    """Return the error for a request whose units did not come free in its time."""
+def no_units(timeout_s: float, why: WaitingExplained | None, retry_after_s: float) -> DsecError:
+    """Return the error for a request whose units did not come free in its time.
+
+    Without a ``why`` there was no time to look for it: very many waited.
+    """
+    if why is None:
+        return DsecError(
+            ErrorCode.EXHAUSTED,
+            f"no Compute Units within {timeout_s:g} s; `dsec sandbox explain` tells why while a "
+            "request waits",
+            retry_after_s=retry_after_s,
+        )
     hint = f"; {why.would_change[0]}" if why.would_change else ""
     details: dict[str, Detail] = {"constraint": why.constraint, "ahead": why.ahead}
     if why.startable_cu:

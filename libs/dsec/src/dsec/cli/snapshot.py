@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsec.cli.options import Env, Labels, Ttl
 from dsec.cli.output import Json, Output, age_text, pairs, run, size_text, time_text
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def create(
     sandbox_id: str,
     *,
     name: Annotated[str, typer.Option(help="For people; need not be unique.")] = "",
-    label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE.")] = None,
+    label: Labels = None,
     memory: Annotated[bool, typer.Option("--memory", help="Also process memory.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until it is on the disk.")] = False,
     json_output: Json = False,
@@ -48,7 +49,7 @@ def create(
 def list_snapshots(
     *,
     sandbox: Annotated[str, typer.Option(help="Only those taken of this sandbox.")] = "",
-    label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE.")] = None,
+    label: Labels = None,
     node: Annotated[str, typer.Option(help="Only those on this node.")] = "",
     json_output: Json = False,
 ) -> None:
@@ -134,9 +135,9 @@ def inspect(snapshot_id: str, *, json_output: Json = False) -> None:
 def restore(
     snapshot_id: str,
     *,
-    env: Annotated[list[str] | None, typer.Option("--env", "-e", help="KEY=VALUE.")] = None,
-    label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE.")] = None,
-    ttl: Annotated[float, typer.Option(help="Seconds after which it ends; 0: never.")] = 0.0,
+    env: Env = None,
+    label: Labels = None,
+    ttl: Ttl = 0.0,
     json_output: Json = False,
 ) -> None:
     """Create a sandbox with a snapshot's files and print its id."""
@@ -162,7 +163,7 @@ def fork(
     sandbox_id: str,
     count: Annotated[int, typer.Argument(help="How many children.")] = 1,
     *,
-    label: Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VALUE.")] = None,
+    label: Labels = None,
     ttl: Annotated[float, typer.Option(help="Seconds after which each ends; 0: never.")] = 0.0,
     json_output: Json = False,
 ) -> None:

@@ -94,12 +94,12 @@ def _cgroups() -> dict[str, str]:
 def _may_be_a_tests(name: str) -> bool:
     """Return whether one of this process's tests may have made a node of this name.
 
-    Whatever makes nodes in a test or a benchmark names them after its process, and several run on
-    one machine. The platform of all end-to-end tests says itself what it leaves.
+    Tests name their nodes after their process, as several run on one machine. The platform of all
+    end-to-end tests says itself what it leaves.
     """
     if name.startswith(f"dsec-{SESSION_PLATFORM}{os.getpid()}-"):
         return False
-    return all(int(number) == os.getpid() for number in re.findall(r"\d{3,}", name))
+    return str(os.getpid()) in re.findall(r"\d+", name)
 
 
 _KINDS = {

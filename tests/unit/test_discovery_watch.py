@@ -17,7 +17,7 @@ from dsec_sandboxd.discovery.gpus import GpuSample
 from dsec_sandboxd.discovery.watch import GpuWatch
 from nvml import GIB, Inventory, a100, environment, load_library
 
-PATIENCE_S = 0.2
+PATIENCE_S = 1.0
 WAIT_MAX_S = 30.0
 CARD = f"GPU-watched-{os.getpid()}"
 

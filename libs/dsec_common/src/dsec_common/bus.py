@@ -401,6 +401,7 @@ class Bus:
         history: int = 1,
         in_memory: bool = False,
         replicas: int = 1,
+        max_bytes: int = -1,
     ) -> KeyValue[MessageT]:
         """Return the bucket, created when missing; created again if a server loses it.
 
@@ -411,16 +412,23 @@ class Bus:
             history: how many values per key are kept.
             in_memory: kept in the server's memory only.
             replicas: how many servers keep a copy.
+            max_bytes: a value beyond this is refused as ``exhausted``; -1 for no limit.
         """
         spec = KeyValue.stream_spec(
-            bucket, ttl_s=ttl_s, history=history, in_memory=in_memory, replicas=replicas
+            bucket,
+            ttl_s=ttl_s,
+            history=history,
+            in_memory=in_memory,
+            replicas=replicas,
+            max_bytes=max_bytes,
         )
         await self._streams.ensure(spec)
         return KeyValue(self._client, self._streams, bucket, message_type)
 
-    async def objects(self, bucket: str, *, replicas: int = 1) -> ObjectBucket:
-        """Return the bucket of large values, created when missing."""
-        await self._streams.ensure(ObjectBucket.stream_spec(bucket, replicas=replicas))
+    async def objects(self, bucket: str, *, replicas: int = 1, max_bytes: int = -1) -> ObjectBucket:
+        """Return the bucket of large values, created when missing; ``max_bytes`` as of a bucket."""
+        spec = ObjectBucket.stream_spec(bucket, replicas=replicas, max_bytes=max_bytes)
+        await self._streams.ensure(spec)
         return ObjectBucket(self._inbox, self._streams, bucket)
 
     # --- The end ------------------------------------------------------------------------------

@@ -56,7 +56,13 @@ class KeyValue(Generic[MessageT]):
 
     @staticmethod
     def stream_spec(
-        bucket: str, *, ttl_s: float, history: int, in_memory: bool, replicas: int
+        bucket: str,
+        *,
+        ttl_s: float,
+        history: int,
+        in_memory: bool,
+        replicas: int,
+        max_bytes: int = -1,
     ) -> StreamSpec:
         """Return the stream behind a bucket."""
         if not _BUCKET.fullmatch(bucket):
@@ -67,6 +73,7 @@ class KeyValue(Generic[MessageT]):
             in_memory=in_memory,
             max_age_s=ttl_s,
             max_messages_per_subject=history,
+            max_bytes=max_bytes,
             replicas=replicas,
             bucket=True,
         )

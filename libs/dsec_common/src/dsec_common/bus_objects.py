@@ -76,7 +76,7 @@ class ObjectBucket:
         self._streams = streams
 
     @staticmethod
-    def stream_spec(bucket: str, *, replicas: int) -> StreamSpec:
+    def stream_spec(bucket: str, *, replicas: int, max_bytes: int = -1) -> StreamSpec:
         """Return the stream behind a bucket.
 
         Raises:
@@ -87,6 +87,7 @@ class ObjectBucket:
         return StreamSpec(
             name=f"OBJ_{bucket}",
             subjects=(f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"),
+            max_bytes=max_bytes,
             replicas=replicas,
             bucket=True,
         )
@@ -99,8 +100,9 @@ class ObjectBucket:
             pieces: its content, each at most :data:`OBJECT_CHUNK_BYTES`.
 
         Raises:
-            DsecError: ``exhausted`` when the server's storage is full; ``unavailable`` or
-                ``timeout`` when it does not answer. Then nothing is visible of the new value.
+            DsecError: ``exhausted`` when the bucket or the server's storage is full;
+                ``unavailable`` or ``timeout`` when the server does not answer. Then nothing is
+                visible of the new value.
         """
         before = await self._describe(name)
         nuid = new_id()

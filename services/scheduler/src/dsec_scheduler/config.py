@@ -41,6 +41,9 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         rollout_threshold: it is taken back when more than this share of its ended instances failed.
         rollout_minimum: it is judged only once so many have ended.
         dag_runs_kept_s: how long a run of a DAG is known after its last change.
+        dag_runs_max_bytes: what all runs with their values may take of JetStream's storage, which
+            sets it aside for them.
+        agent_packages_max_bytes: what packages of agents may take of it.
         replicas: how many NATS servers keep keys, queue and events.
         quotas: how projects share Compute Units; see
             :class:`~dsec_scheduler.fair_share.Quota`.
@@ -81,6 +84,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     rollout_threshold: float = 0.2
     rollout_minimum: int = 10
     dag_runs_kept_s: float = 604_800.0
+    dag_runs_max_bytes: int = 1 << 30
+    agent_packages_max_bytes: int = 2 << 30
     replicas: int = 1
     quotas: tuple[Quota, ...] = ()
     realtime_share: float = 0.1
@@ -124,6 +129,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             *("choices", "attempts_max", "queue_in_flight", "concurrency", "replicas"),
             "rollout_minimum",
             "node_in_flight",
+            "dag_runs_max_bytes",
+            "agent_packages_max_bytes",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

@@ -45,7 +45,11 @@ class AgentPart:
     ) -> AgentPart:
         """Return it once the store of packages is there; ``nodes`` are those heard of now."""
         bucket = await until_available(
-            f"the bucket {BUCKET}", lambda: bus.objects(BUCKET, replicas=config.replicas), clock
+            f"the bucket {BUCKET}",
+            lambda: bus.objects(
+                BUCKET, replicas=config.replicas, max_bytes=config.agent_packages_max_bytes
+            ),
+            clock,
         )
         governor = Governor(bus, registry, nodes, clock, config.node_forget_s)
         return cls(bus, AgentDoor(registry, governor, Packages(bucket), clock, config), governor)

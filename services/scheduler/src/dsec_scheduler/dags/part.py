@@ -37,7 +37,9 @@ class DagPart:
         config: SchedulerConfig,
     ) -> DagPart:
         """Return it once its buckets are there."""
-        store = await DagStore.open(bus, clock, config.replicas, config.dag_runs_kept_s)
+        store = await DagStore.open(
+            bus, clock, config.replicas, config.dag_runs_kept_s, config.dag_runs_max_bytes
+        )
         converters = Converters()
         runner = DagRunner(
             store,

@@ -63,20 +63,26 @@ class DagStore:
         self._values = values
 
     @classmethod
-    async def open(cls, bus: Bus, clock: Clock, replicas: int, kept_s: float) -> DagStore:
-        """Return the store once its buckets are there; runs are kept for ``kept_s``."""
+    async def open(
+        cls, bus: Bus, clock: Clock, replicas: int, kept_s: float, runs_max_bytes: int
+    ) -> DagStore:
+        """Return the store once its buckets are there.
 
-        async def bucket(name: str, kind: type[Any], ttl_s: float) -> Any:
+        Runs are kept for ``kept_s``; with their values they take ``runs_max_bytes`` at most.
+        """
+
+        async def bucket(name: str, kind: type[Any], **limits: Any) -> Any:
             return await until_available(
                 f"the bucket {name}",
-                functools.partial(bus.kv, name, kind, ttl_s=ttl_s, replicas=replicas),
+                functools.partial(bus.kv, name, kind, replicas=replicas, **limits),
                 clock,
             )
 
+        of_runs = {"ttl_s": kept_s, "max_bytes": runs_max_bytes}
         return cls(
-            await bucket(DAGS_BUCKET, DagRecord, 0.0),
-            await bucket(RUNS_BUCKET, RunRecord, kept_s),
-            await bucket(RUNS_BUCKET, ValueRecord, kept_s),
+            await bucket(DAGS_BUCKET, DagRecord),
+            await bucket(RUNS_BUCKET, RunRecord, **of_runs),
+            await bucket(RUNS_BUCKET, ValueRecord, **of_runs),
         )
 
     async def keep(self, project: str, spec: DagSpec) -> None:

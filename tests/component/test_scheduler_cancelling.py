@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -122,6 +124,38 @@ async def test_a_request_that_waits_for_room_is_given_up(plane: ControlPlane) ->
     node.sandboxes.clear()
     assert await user.outcome(await user.queue(request())) == "created"
     assert len(node.sandboxes) == 1
+
+
+async def test_the_command_line_gives_up_what_another_of_its_calls_has_queued(
+    plane: ControlPlane,
+) -> None:
+    await plane.node("node-1", ONE)
+    await plane.scheduler()
+    user = await User.of(plane)
+    assert await user.outcome(await user.queue(request())) == "created"
+    options = ("--memory", "64m", "--request-id", "mine", "--timeout", "60")
+    queued = await dsec(plane, "sandbox", "create", "--queue", "debian@12", *options)
+    told = b""
+    while not told and queued.returncode is None:
+        # It may not have been queued yet, or a node is just being asked for it.
+        cancel = await dsec(plane, "sandbox", "cancel", "mine")
+        told, _ = await cancel.communicate()
+    assert told == b"mine waits no more\n", await queued.communicate()
+    _, why = await queued.communicate()
+    assert queued.returncode == 1
+    assert b"request mine was cancelled while it waited" in why
+
+
+async def dsec(plane: ControlPlane, *arguments: str) -> asyncio.subprocess.Process:
+    """Return a call of the command line."""
+    environment = {
+        **os.environ,
+        "DSEC_NATS_SERVERS": plane.nats.server.url,
+        "DSEC_NATS_CREDENTIALS": str(plane.nats.auth.project("default")),
+    }
+    command = (sys.executable, "-m", "dsec.cli.main", *arguments)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, env=environment, stdout=pipe, stderr=pipe)
 
 
 async def test_a_request_that_waits_for_units_is_given_up_for_good(plane: ControlPlane) -> None:

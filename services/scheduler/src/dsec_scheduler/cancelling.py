@@ -52,33 +52,28 @@ class Cancellations:
         self._records = records
         self._clock = clock
 
-    async def cancel(self, project: str, request_id: str) -> bool:
-        """Have a request never be begun; return whether that was so before.
+    async def cancel(self, project: str, request_id: str, *, queued: bool) -> bool:
+        """Have a request never be begun, if it may be ``queued``; return whether it never is.
 
         Raises:
             DsecError: ``conflict`` when it has been begun.
         """
-        before: QueuedRecord | None = None
+        given_up = QueuedRecord(state=QueuedState.CANCELLED)
+        nothing = QueuedRecord(state=QueuedState.WAITING, message_id=NOTHING)
 
         def change(kept: QueuedRecord | None) -> QueuedRecord:
-            nonlocal before
-            before = kept
             if kept is not None and kept.state is QueuedState.BEGUN:
                 raise already_begun(request_id, kept.sandbox_id)
             if kept is not None and kept.state is QueuedState.CANCELLED:
                 return kept
-            return QueuedRecord(state=QueuedState.CANCELLED)
+            return given_up if queued else nothing
 
-        return await self.swap(project, request_id, change) is before
+        return await self.swap(project, request_id, change) is not nothing
 
     async def note(self, project: str, request_id: str) -> None:
         """Keep that a request was given up where it waited, so that nobody was at work on it."""
         given_up = QueuedRecord(state=QueuedState.CANCELLED)
         await self._records.put(_key(project, request_id), given_up)
-
-    async def forget(self, project: str, request_id: str) -> None:
-        """Keep nothing of a request that turned out not to be there."""
-        await self._records.delete(_key(project, request_id))
 
     async def swap(
         self,

@@ -52,12 +52,12 @@ class WaitingDoor:
                 nowhere and the project has nothing in the queue.
         """
         project, request_id = asked.project, asked.message.request_id
-        # Before all else: once it is given up it may leave the queue at any moment.
-        queued = await self._bus.stored(streams.QUEUE.name, subjects.queue_sandbox_create(project))
+        queue = subjects.queue_sandbox_create(project)
+        queued = await self._bus.stored(streams.QUEUE.name, queue) > 0
         begun: DsecError | None = None
-        known = False
+        given_up = False
         try:
-            known = await self._cancellations.cancel(project, request_id)
+            given_up = await self._cancellations.cancel(project, request_id, queued=queued)
         except DsecError as error:
             if error.code is not ErrorCode.CONFLICT:
                 raise
@@ -70,8 +70,7 @@ class WaitingDoor:
                 raise
             if begun is not None:
                 raise begun from None
-            if not known and not queued:
-                await self._cancellations.forget(project, request_id)
+            if not given_up:
                 raise
         return WaitingCancelled(request_id=request_id)
 

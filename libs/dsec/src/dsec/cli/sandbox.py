@@ -61,7 +61,7 @@ def create(
     gpu_model: Annotated[list[str] | None, typer.Option(help="Only on this model.")] = None,
     service_class: Annotated[str, typer.Option(help="realtime, standard or batch.")] = "standard",
     priority: Annotated[int, typer.Option(help="Of those that wait for units.")] = 0,
-    request_id: Annotated[str, typer.Option(help="To ask by while it waits for units.")] = "",
+    request_id: Annotated[str, typer.Option(help="To ask or cancel by while it waits.")] = "",
     env: Env = None,
     cwd: Annotated[
         str, typer.Option("--cwd", "-w", help="Of commands that name none; else its image's, or /.")

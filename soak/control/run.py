@@ -19,7 +19,7 @@ from dsec_broker.record import NodeRecord
 from dsec_broker.service import BUCKET
 from dsec_common import subjects
 from dsec_common.bus import Bus, Request
-from dsec_common.errors import unavailable
+from dsec_common.errors import DsecError, unavailable
 from dsec_common.subjects import SYSTEM, ScopedId
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
 from dsec_common.wire.lease import ConservationBroken
@@ -124,7 +124,10 @@ async def chaos(options: ChaosOptions) -> Summary:
             )
             services = await stack.enter_async_context(nats.service("scheduler"))
             await _use(options, model, parts, client=client, services=services, cluster=cluster)
-            await _all_ready(parts)
+            try:
+                await _all_ready(parts)
+            except DsecError as error:
+                model.violate(error.message, "parts")
             await _end_the_rest(client, model)
             await _drain(model, auditor, cluster)
         _keep_logs(directory, model)

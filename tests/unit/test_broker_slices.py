@@ -152,6 +152,26 @@ def test_a_transferred_lease_keeps_its_slices_under_a_new_id_and_a_larger_token(
     assert world.lease(new.lease_id).slices == old.slices
 
 
+@pytest.mark.parametrize(
+    ("holds_s", "ends_in_s"), [(600.0, 600.0), (0.0, None), (float("inf"), None), (-1.0, None)]
+)
+def test_a_lease_says_when_its_holder_is_expected_to_end_and_a_transferred_one_does_not(
+    holds_s: float, ends_in_s: float | None
+) -> None:
+    world = world_with_node()
+    broker = world.brokers[0]
+    asked = GrantLease(project="default", holder="", cu=10, node="node-1", holds_s=holds_s)
+    request = broker.ask(asked)
+    broker.settle()
+    old = broker.answers[request]
+    assert isinstance(old, LeaseGranted)
+    lease = world.lease(old.lease_id)
+    assert lease.ends_at == (0.0 if ends_in_s is None else lease.granted_at + ends_in_s)
+    broker.transfer(old.lease_id, "sandbox-2")
+    broker.settle()
+    assert [it.ends_at for it in world.record().leases] == [0.0]
+
+
 def test_a_transfer_that_is_asked_for_again_is_the_same() -> None:
     world = world_with_node()
     broker = world.brokers[0]

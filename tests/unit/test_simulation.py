@@ -322,6 +322,14 @@ def test_a_mix_that_would_take_for_ever_is_refused() -> None:
         draw(mix, 100.0)
 
 
+def test_where_no_picture_can_be_written_nothing_is_simulated(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(SMALL)
+    nowhere = str(tmp_path / "nowhere" / "it.png")
+    done = dsec("simulate", str(tmp_path / "small.yaml"), "--picture", nowhere)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no directory" in done.stderr
+
+
 def test_the_examples_are_scenarios() -> None:
     for path in EXAMPLES.glob("*.yaml"):
         assert isinstance(read_scenario(path), Scenario)

@@ -119,14 +119,9 @@ def dag_spec(spec: DagSpec | Mapping[str, Any] | str | Path) -> DagSpec:
         return spec
     where = "the DAG"
     if isinstance(spec, str | Path):
-        from dsec.recipes import read_yaml  # noqa: PLC0415  only for files
+        from dsec.recipes import read_yaml_file  # noqa: PLC0415  only for files
 
-        path = Path(spec)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise invalid(f"{path} cannot be read: {error.strerror}") from None
-        spec, where = read_yaml(text, path, "a DAG"), str(path)
+        spec, where = read_yaml_file(Path(spec), "a DAG"), str(spec)
     try:
         return msgspec.convert(spec, DagSpec)
     except msgspec.ValidationError as error:

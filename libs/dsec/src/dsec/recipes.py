@@ -156,6 +156,21 @@ def read_yaml(text: str, source: Path, what: str) -> dict[str, Any]:
     return content
 
 
+def read_yaml_file(path: Path, what: str) -> dict[str, Any]:
+    """Return the mapping that a YAML file says, which is to be ``what``.
+
+    Raises:
+        DsecError: as :func:`read_yaml`; ``invalid`` for a file that cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise invalid(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise invalid(f"{path} is no text: {error}") from None
+    return read_yaml(text, path, what)
+
+
 async def build_layer(
     client: DSecClient,
     recipe: Recipe,

@@ -50,6 +50,15 @@ def read_yaml(text: str, kind: type[T], name: str) -> T:
     return msgspec.convert(value, kind)
 
 
+def text_of(document: str, name: str) -> str:
+    """Return what stands behind a name at the top of a document, letter by letter; or nothing."""
+    root = yaml.compose(document, Loader=yaml.SafeLoader)
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value == name and isinstance(value, yaml.ScalarNode):
+            return str(value.value)
+    return ""
+
+
 class _Document:
     """One document, and where each part of it stands."""
 

@@ -76,20 +76,16 @@ def register(
 
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+        from dsec.contracts import Contract, read_contract  # noqa: PLC0415  likewise
 
-        written = {} if contract is None else _read_contract(contract)
-        of_contract = [
-            one
-            for capability in written.get("capabilities") or ()
-            for one in capability.get("permissions") or ()
-        ]
+        written, said = ({}, Contract()) if contract is None else read_contract(contract)
         async with client() as dsec:
             agent = await dsec.agents.register(
-                name or str(written.get("name") or ""),
-                version or str(written.get("version") or ""),
-                description=description or str(written.get("description") or ""),
+                name or said.name,
+                version or said.version,
+                description=description or said.description or "",
                 contract=written,
-                permissions=tuple(dict.fromkeys((*of_contract, *(permission or ())))),
+                permissions=tuple(dict.fromkeys((*said.permissions, *(permission or ())))),
                 base=base,
                 workspace=workspace,
                 toolkits=toolkit or (),
@@ -101,12 +97,6 @@ def register(
             output.table(_HEADERS, [_row(agent)])
 
     run(work, json=json_output)
-
-
-def _read_contract(path: Path) -> dict[str, Any]:
-    from dsec.recipes import read_yaml  # noqa: PLC0415  --help stays quick
-
-    return read_yaml(path.read_text(encoding="utf-8"), path, "a contract")
 
 
 @app.command("list")

@@ -47,6 +47,10 @@ def simulate(
             from dsec.simulation.plot import plot as draw  # noqa: PLC0415
         except ImportError as error:
             raise UsageError(f"{error.name} is missing: pip install 'dsec[simulate]'") from None
+        path = picture or scenario.with_suffix(".png")
+        is_drawn = plot or picture is not None
+        if is_drawn and not path.parent.is_dir():
+            raise UsageError(f"there is no directory {path.parent} to write {path.name} to")
         try:
             asked = simulation.read_scenario(scenario)
             works = simulation.work_of(asked, scenario.parent)
@@ -54,8 +58,7 @@ def simulate(
                 results = simulation.simulate(asked, works)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        if plot or picture is not None:
-            path = picture or scenario.with_suffix(".png")
+        if is_drawn:
             try:
                 draw(results, max(it.at_s for it in works), path)
             except ImportError:

@@ -11,7 +11,7 @@ from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.clock import Clock
 from dsec_common.compute.conservation import rank_of
-from dsec_common.wire.lease import LeaseList, ListLeases, NodeLeases
+from dsec_common.wire.lease import HeldLease, LeaseList, ListLeases, NodeLeases
 from dsec_scheduler.asks import Ask, HeldUnits, Part, World
 from dsec_scheduler.solving.problem import NodeCapacity
 
@@ -33,6 +33,7 @@ class UnitBooks:
         self._clock = clock
         self._prices = prices
         self._nodes: tuple[NodeLeases, ...] = ()
+        self._leases: dict[str, tuple[HeldUnits, ...]] = {}
         self._asked_at = -math.inf
         self._asking: asyncio.Task[None] | None = None
         #: What is being taken, or was since the broker was asked, by ask.
@@ -64,6 +65,7 @@ class UnitBooks:
             more = page.more and bool(page.nodes)
             after = nodes[-1].node if nodes else ""
         self._nodes, self._asked_at = tuple(nodes), asked_at
+        self._leases = {it.node: tuple(map(_held, it.leases)) for it in nodes}
         # What was granted before the question is in the answer.
         self._taken = {key: it for key, it in self._taken.items() if it[2] >= asked_at}
 
@@ -99,19 +101,17 @@ class UnitBooks:
             held_cu=held_cu,
             prices=self._prices,
             foreign=tuple(foreign),
-            leases={
-                it.node: tuple(
-                    HeldUnits(
-                        cu=lease.cu,
-                        since=lease.granted_at,
-                        slices=lease.slices,
-                        demand=lease.demand,
-                        rank=rank_of(lease.service_class, lease.priority),
-                        ends_at=lease.ends_at,
-                    )
-                    for lease in it.leases
-                )
-                for it in self._nodes
-            },
+            leases=self._leases,
             others=frozenset(it.node for it in self._nodes if self._is_other(it.node)),
         )
+
+
+def _held(lease: HeldLease) -> HeldUnits:
+    return HeldUnits(
+        cu=lease.cu,
+        since=lease.granted_at,
+        slices=lease.slices,
+        demand=lease.demand,
+        rank=rank_of(lease.service_class, lease.priority),
+        ends_at=lease.ends_at,
+    )

@@ -40,10 +40,9 @@ class Part:
     def kill(self) -> None:
         """End its process with SIGKILL, also one that still starts; one that is gone stays so."""
         identity = self._child.identity if self._child is not None else None
-        if identity is not None:
+        if identity is not None and identity.signal(signal.SIGKILL):
             self._killed = True
-            if identity.signal(signal.SIGKILL):
-                self._model.killed(self.spec.name)
+            self._model.killed(self.spec.name)
 
     async def run(self) -> None:
         """Keep it running until cancelled, then stop it in order."""

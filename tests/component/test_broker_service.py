@@ -81,6 +81,7 @@ async def refused(bus: Bus, cu: float, node: str = "") -> DsecError:
 async def test_a_project_sees_the_nodes_and_their_units(plane: ControlPlane) -> None:
     node = await plane.node("node-1", gpus=A100)
     node.lease_ids = ("node-1.of-another-project",)
+    node.lease_resizes = {"node-1.of-another-project": 1}
     await plane.node("node-2")
     await plane.broker()
     user = await plane.project()
@@ -91,6 +92,7 @@ async def test_a_project_sees_the_nodes_and_their_units(plane: ControlPlane) -> 
     )
     assert (info.ready, info.cu_total, info.heartbeat.capacity.cpus) == (True, 100, 1000)
     assert info.heartbeat.lease_ids == ()
+    assert info.heartbeat.lease_resizes == {}
 
 
 async def test_a_node_nobody_knows_is_not_found(plane: ControlPlane) -> None:

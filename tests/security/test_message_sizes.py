@@ -6,6 +6,7 @@ that counted, a project could make a service say too much and be gone.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -81,3 +82,21 @@ async def test_a_message_at_the_limit_costs_its_sender_no_connection(plane: Cont
         asked = InspectNode(node="n" * length)
         await refused(user, "dsec.v1.default.node.inspect", asked, NodeInfo)
         assert user.connected, length
+
+
+@pytest.mark.parametrize("length", [700_000, LARGEST - HEADERS - 700])
+async def test_a_node_that_tells_of_itself_without_end_hides_no_other(
+    plane: ControlPlane, length: int
+) -> None:
+    liar = await plane.node("liar")
+    liar.labels = {"long": "x" * length}
+    user = await plane.project()
+    async with asyncio.timeout(20):
+        while True:
+            listed = await user.request("dsec.v1.default.node.list", ListNodes(), NodeList)
+            if {node.node for node in listed.nodes if "not shown" in str(node.notes)} == {"liar"}:
+                break
+    assert [node.node for node in listed.nodes] == ["liar", "node-1"]
+    shown = await user.request("dsec.v1.default.node.inspect", InspectNode(node="liar"), NodeInfo)
+    assert shown.heartbeat.capacity == liar.capacity
+    assert (await create(user, "default", request())).node

@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
 from dsec_broker.errors import bad_limit
 from dsec_broker.record import Lease
 from dsec_common.wire.lease import HeldLease, LeaseList, ListLeases, NodeLeases
-from dsec_common.wire.node import ListNodes, NodeInfo, NodeList
+from dsec_common.wire.node import ListNodes, NodeHeartbeat, NodeInfo, NodeList
 from dsec_common.wire.sandbox import LISTING_PAGE_BYTES
+
+#: Of what is shown of one node: the largest machine needs a part of it, and an answer holds it.
+_NODE_BYTES: Final = 512 * 1024
+_EPOCH_CHARACTERS: Final = 64
+
+
+def for_projects(info: NodeInfo) -> NodeInfo:
+    """Return what a project may see of a node: not which leases others hold there.
+
+    A node that tells more than an answer could hold keeps nobody from seeing the others.
+    """
+    beat = msgspec.structs.replace(info.heartbeat, lease_ids=(), lease_resizes={})
+    shown = msgspec.structs.replace(info, heartbeat=beat)
+    size = len(msgspec.msgpack.encode(shown))
+    if size <= _NODE_BYTES:
+        return shown
+    brief = NodeHeartbeat(
+        node=beat.node,
+        epoch=beat.epoch[:_EPOCH_CHARACTERS],
+        capacity=beat.capacity,
+        allocated=beat.allocated,
+        draining=beat.draining,
+        sent_at=beat.sent_at,
+    )
+    notes = (f"it tells {size} bytes of itself, most of which are not shown: look at its labels",)
+    return msgspec.structs.replace(shown, heartbeat=brief, notes=notes)
 
 
 def page_of(found: NodeList, asked: ListNodes) -> NodeList:

@@ -47,7 +47,7 @@ from dsec_broker.events import (
     UnlockAsked,
 )
 from dsec_broker.lease_events import LeaseEvents
-from dsec_broker.listing import leases_page, page_of
+from dsec_broker.listing import for_projects, leases_page, page_of
 from dsec_broker.metering import key_of
 from dsec_broker.record import NodeRecord
 from dsec_broker.state import BrokerState
@@ -262,13 +262,12 @@ class BrokerService(Service[BrokerConfig]):
         return leases_page(self._core.leases(self._now()), request.message)
 
     async def _list(self, request: Request[ListNodes]) -> NodeList:
-        found = page_of(self._core.nodes(self._now()), request.message)
-        return msgspec.structs.replace(
-            found, nodes=tuple(_for_projects(info) for info in found.nodes)
-        )
+        found = self._core.nodes(self._now())
+        shown = tuple(for_projects(info) for info in found.nodes)
+        return page_of(msgspec.structs.replace(found, nodes=shown), request.message)
 
     async def _inspect(self, request: Request[InspectNode]) -> NodeInfo:
-        return _for_projects(self._core.node(request.message.node, self._now()))
+        return for_projects(self._core.node(request.message.node, self._now()))
 
     async def _watch(self) -> None:
         async for entry in self._records.watch():
@@ -438,9 +437,3 @@ class BrokerService(Service[BrokerConfig]):
         )
         metrics.CU_TOTAL.set_function(lambda: nodes().cu_total)
         metrics.CU_ALLOCATED.set_function(lambda: nodes().cu_allocated)
-
-
-def _for_projects(info: NodeInfo) -> NodeInfo:
-    """Return what a project may see of a node: not which leases others hold there."""
-    heartbeat = msgspec.structs.replace(info.heartbeat, lease_ids=())
-    return msgspec.structs.replace(info, heartbeat=heartbeat)

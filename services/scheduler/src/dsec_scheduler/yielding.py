@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from dsec_common.compute.conservation import Rank, rank_of
-from dsec_common.compute.model import Slice
+from dsec_common.compute.model import Slice, fit
 from dsec_common.compute.resizing import least_of
 from dsec_scheduler.asks import Ask, HeldUnits, Part, World
 from dsec_scheduler.solving.problem import NodeCapacity
@@ -29,7 +29,7 @@ def places_that_yield(
             turn decides who gets that.
         kept: nodes that are not to be touched.
     """
-    yielded: dict[Rank, dict[str, NodeCapacity]] = {}
+    yielded: dict[Rank, list[tuple[NodeCapacity, NodeCapacity]]] = {}
     in_vain: set[object] = set()
     spent = set(kept)
     for ask in asks:
@@ -38,13 +38,12 @@ def places_that_yield(
         if key in in_vain:
             continue
         if rank not in yielded:
-            yielded[rank] = _yielded(world, supply, rank)
-        nodes = [
-            node
-            for name, node in yielded[rank].items()
-            if name not in spent and not _has_room(ask, name, supply, world)
+            nodes = supply.capacities(all_cards(world.nodes))
+            yielded[rank] = list(_yielded(nodes, world, rank))
+        givers = [
+            then for now, then in yielded[rank] if now.node not in spent and not _has_room(ask, now)
         ]
-        parts = place_alone(ask, Supply(nodes), all_cards(nodes), world.prices)
+        parts = place_alone(ask, Supply(givers), all_cards(givers), world.prices)
         if parts:
             spent |= {part.node for part in parts}
             yield ask, parts
@@ -52,20 +51,18 @@ def places_that_yield(
             in_vain.add(key)
 
 
-def _has_room(ask: Ask, node: str, supply: Supply, world: World) -> bool:
-    cards = frozenset(card for card in all_cards(world.nodes) if card[0] == node)
-    alone = (replace(ask, demands=(demand,)) for demand in ask.demands)
-    return any(place_alone(one, supply, cards, world.prices) for one in alone)
+def _has_room(ask: Ask, node: NodeCapacity) -> bool:
+    return any(fit(node.cards, node.held, demand) is not None for demand in ask.demands)
 
 
-def _yielded(world: World, supply: Supply, rank: Rank) -> dict[str, NodeCapacity]:
-    """Return the nodes that have something to give, as they are when all of it has been given."""
-    found: dict[str, NodeCapacity] = {}
-    for node in supply.capacities(all_cards(world.nodes)):
+def _yielded(
+    nodes: Iterable[NodeCapacity], world: World, rank: Rank
+) -> Iterator[tuple[NodeCapacity, NodeCapacity]]:
+    """Yield the nodes that have something to give, as they are and when all has been given."""
+    for node in nodes:
         held = _held_then(node, world.leases.get(node.node, ()), rank)
         if held is not None:
-            found[node.node] = replace(node, held=held)
-    return found
+            yield node, replace(node, held=held)
 
 
 def _held_then(

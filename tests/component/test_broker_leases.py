@@ -20,6 +20,7 @@ from dsec_common.streams import EVENTS
 from dsec_common.testing.nats import nats_for_tests
 from dsec_common.wire.base import Message
 from dsec_common.wire.lease import (
+    UNLOCK_REASON_MAX,
     ForceUnlock,
     GrantLease,
     LeaseGranted,
@@ -171,6 +172,9 @@ async def test_force_ends_a_projects_leases_with_an_event_and_nobody_elses(
     for asked in (ForceUnlock(), ForceUnlock(lease_id=lease.lease_id)):
         theirs = await other.request(subjects.force_unlock("other"), asked, LeasesUnlocked)
         assert theirs.leases == ()
+    story = ForceUnlock(node="node-0", reason="a" * (UNLOCK_REASON_MAX + 1))
+    with pytest.raises(DsecError, match="257 characters is too long"):
+        await user.request(subjects.force_unlock("default"), story, LeasesUnlocked)
     asked = ForceUnlock(node="node-0", reason="a ghost")
     mine = await user.request(subjects.force_unlock("default"), asked, LeasesUnlocked)
     assert [one.lease_id for one in mine.leases] == [lease.lease_id]

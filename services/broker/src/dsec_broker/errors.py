@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dsec_common.compute.model import GpuDemand, Slice
 from dsec_common.errors import DsecError, ErrorCode, invalid, not_found, unavailable
+from dsec_common.wire.lease import UNLOCK_REASON_MAX
 
 
 def bad_demand(demand: GpuDemand) -> DsecError:
@@ -24,6 +25,14 @@ def bad_ttl(ttl_s: float, most_s: float) -> DsecError:
 def bad_limit(limit: int) -> DsecError:
     """Return the error for a page of fewer than no nodes."""
     return invalid(f"limit {limit} makes no sense: use 1 or more, or 0 for as many as fit")
+
+
+def bad_reason(characters: int) -> DsecError:
+    """Return the error for a reason that is a story."""
+    return invalid(
+        f"a reason of {characters} characters is too long: use at most {UNLOCK_REASON_MAX}",
+        field="reason",
+    )
 
 
 def node_unknown(node: str) -> DsecError:

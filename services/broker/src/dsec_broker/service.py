@@ -28,6 +28,7 @@ from dsec_broker.effects import (
 )
 from dsec_broker.elastic import ProvidedNode
 from dsec_broker.elastic_keeper import ElasticKeeper
+from dsec_broker.errors import bad_reason
 from dsec_broker.events import (
     Ask,
     Event,
@@ -63,6 +64,7 @@ from dsec_common.service import Service
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import Message
 from dsec_common.wire.lease import (
+    UNLOCK_REASON_MAX,
     ForceUnlock,
     GrantLease,
     LeaseList,
@@ -228,6 +230,8 @@ class BrokerService(Service[BrokerConfig]):
     async def _unlock(self, request: Request[ForceUnlock]) -> LeasesUnlocked:
         """End leases of the asking project: those of its own connection, never another's."""
         asked, project = request.message, subjects.project_of(request.subject)
+        if len(asked.reason) > UNLOCK_REASON_MAX:
+            raise bad_reason(len(asked.reason))
         if asked.lease_id:
             names = [ScopedId.parse(asked.lease_id, "lease id").owner]
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from dsec_common.compute.model import Card, GpuDemand, ServiceClass, Slice
@@ -9,6 +11,9 @@ from dsec_common.wire.base import Message
 
 LEASE_TTL_S = 1800.0
 """A lease that nobody renews ends after 30 minutes."""
+
+UNLOCK_REASON_MAX: Final = 256
+"""Characters of a reason: it stands in the node's record until its sandbox has heard of it."""
 
 
 class GrantLease(Message, frozen=True, kw_only=True):
@@ -124,7 +129,7 @@ class ForceUnlock(Message, frozen=True, kw_only=True):
     Attributes:
         lease_id: just this one.
         node: all on this node; with neither, all there are.
-        reason: for the audit event.
+        reason: for the audit event, at most :data:`UNLOCK_REASON_MAX` characters.
     """
 
     lease_id: str = ""

@@ -69,6 +69,9 @@ class Sandboxes:
         self.parts = parts
         self._performer = Performer(state, parts, maker)
         self._maker = maker
+        # Named by the next heartbeat even if their sandboxes are over by then: a lease that no
+        # heartbeat has named is not known to have ended with its sandbox, and only runs out.
+        self.unnamed_leases: set[str] = set()
         self._first: FirstCommands | None = None
         self._snapshots: SnapshotStore | None = None
         self._firsts: set[asyncio.Task[SandboxCreated]] = set()
@@ -144,6 +147,8 @@ class Sandboxes:
                 metrics.CREATES.labels(outcome.code.value).inc()
                 raise outcome
             created = outcome.created(self.node)
+            if is_fresh and outcome.lease_id:
+                self.unnamed_leases.add(outcome.lease_id)
             if place.request.command is not None and is_fresh:
                 answering = self._start_first(place.request, outcome, request.caller, handed_on)
             elif handed_on:

@@ -336,7 +336,9 @@ class SandboxdService(Service[SandboxdConfig]):
     async def _publish_heartbeat(self) -> None:
         # While NATS is away nobody hears it anyway; the next one comes in a second.
         with contextlib.suppress(DsecError):
-            await self.bus.publish(subjects.heartbeat(self.node), self.heartbeat())
+            beat = self.heartbeat()
+            await self.bus.publish(subjects.heartbeat(self.node), beat)
+            self._sandboxes.unnamed_leases.difference_update(beat.lease_ids)
 
     def heartbeat(self) -> NodeHeartbeat:
         """Return what this node has and what it has given out, now."""
@@ -356,7 +358,7 @@ class SandboxdService(Service[SandboxdConfig]):
             gpu_readings=self._equipment.sample.readings,
             machine=self._equipment.machine,
             disk_bytes_available=self._equipment.disk_bytes_available,
-            lease_ids=tuple(self._state.leases),
+            lease_ids=tuple({*self._state.leases, *self._sandboxes.unnamed_leases}),
             lease_resizes=self._state.lease_resizes,
             labels=self.config.labels,
             version=_VERSION,

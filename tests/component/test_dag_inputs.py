@@ -55,7 +55,7 @@ def after(**versions_ms: int) -> RunRecord:
 @pytest.fixture
 async def store() -> AsyncIterator[DagStore]:
     async with nats_for_tests() as nats, nats.service("scheduler") as bus:
-        store = await DagStore.open(bus, SystemClock(), 1, 3600.0)
+        store = await DagStore.open(bus, SystemClock(), 1, 3600.0, 1 << 20)
         await store.begin("default", runs.begun("r", PLAN), "own")
         yield store
 

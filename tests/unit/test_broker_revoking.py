@@ -213,3 +213,19 @@ def test_what_was_never_named_is_remembered_until_its_time_is_over() -> None:
     assert len(world.record().revoked) == 1
     world.see(beat(world))
     assert world.record().revoked == ()
+
+
+def test_a_grant_sent_again_is_not_answered_from_what_another_broker_has_ended() -> None:
+    world = world_with_node(brokers=2)
+    behind, other = world.brokers
+    lease_id = granted(behind)
+    other.release(lease_id)
+    other.settle()
+    request_id = behind.ask(ASKED)
+    assert request_id not in behind.answers
+    behind.settle()
+    again = behind.answers[request_id]
+    assert isinstance(again, LeaseGranted)
+    assert world.lease(lease_id).token == again.token
+    request_id = behind.renew(lease_id, 1.0)
+    assert request_id not in behind.answers, "though it changes nothing"

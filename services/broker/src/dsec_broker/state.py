@@ -2,8 +2,9 @@
 
 Each node has one shared record. Changes to it queue up while a write is outstanding and go
 together into the next one (a group commit); a write that came second is worked out again on
-what the other broker wrote. A good answer leaves only after the write that makes it true, a bad
-one (no units, no such lease) only after a read: what is known here may be a moment old.
+what the other broker wrote. A good answer leaves only after the write that makes it true, one that
+needs no write and a bad one (no units, no such lease) only after a read: what is known here may be
+a moment old.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dsec_broker.claims import Claims
 from dsec_broker.config import BrokerConfig
 from dsec_broker.effects import (
     Alarm,
+    Answer,
     DeleteRecord,
     Effect,
     Outcome,
@@ -259,11 +261,14 @@ class BrokerState(Looking):
             else:
                 done.append((change, outcome))
         books = self._books(node)
+        is_changed = books is not None and books.dirty
+        # What no write will confirm, such as a grant that is sent again, another may have ended.
+        doubtful |= not fresh and not is_changed and any(_is_good(outcome) for _, outcome in done)
         effects: list[Effect] = []
         if doubtful:
             entry.busy, entry.held = True, done
             effects.append(ReadRecord(node=node))
-        elif books is not None and books.dirty:
+        elif books is not None and is_changed:
             if self._config.meters:
                 books.meter(at.unix_s, self._config.metering_interval_s, self._price_of(entry))
             entry.busy, entry.held, entry.writing = True, done, books.record()
@@ -452,6 +457,10 @@ class BrokerState(Looking):
             changes = [*entry.waiting, *(change for change, _ in entry.held)]
             waiting |= {change.request_id for change in changes if isinstance(change, GrantAsked)}
         assert set(self._tried) <= waiting  # noqa: S101  invariant
+
+
+def _is_good(outcome: Outcome | None) -> bool:
+    return isinstance(outcome, Answer)
 
 
 def _is_refusal_for_want(outcome: Outcome | None) -> bool:

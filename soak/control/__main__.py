@@ -84,7 +84,7 @@ def _tell(summary: Summary) -> None:
     print(f"sandboxes: {summary.sandboxes}, of which {summary.died} died by themselves")
     print(f"revisions: {summary.revisions}, and {summary.unseen} replaced before they were read")
     if not summary.clean:
-        print("last history:")
+        print("history up to the first violation:")
         for line in summary.history:
             print(f"  {line}")
     for violation in summary.violations[:_SHOWN_MAX]:

@@ -9,7 +9,7 @@ from typing import Final
 
 from soak.model import Violation
 
-#: So much of what happened last is told of a run that failed.
+#: So much of what happened before the first violation is told.
 HISTORY_MAX: Final = 400
 
 
@@ -33,7 +33,12 @@ class Asked:
 
 
 class Model:
-    """What is known of a run."""
+    """What is known of a run.
+
+    Attributes:
+        history: what happened last.
+        history_then: what had happened last when something was violated for the first time.
+    """
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -45,6 +50,7 @@ class Model:
         self.died = 0
         self.violations: list[Violation] = []
         self.history: deque[str] = deque(maxlen=HISTORY_MAX)
+        self.history_then: list[str] = []
         self._placements: set[str] = set()
 
     def note(self, what: str) -> None:
@@ -54,6 +60,8 @@ class Model:
     def violate(self, what: str, who: str) -> None:
         """Note what must not be."""
         self.note(f"VIOLATION {who}: {what}")
+        if not self.violations:
+            self.history_then = [*self.history]
         self.violations.append(Violation(what, "", who, self._after_s()))
 
     def killed(self, part: str) -> None:
@@ -67,11 +75,15 @@ class Model:
     # --- What nodes say -----------------------------------------------------------------------
 
     def told(self, node: str, local: str, request_id: str) -> None:
-        """Note that a node was told to make a sandbox; the same placement never comes twice."""
-        self.note(f"place {request_id} as {node}.{local}")
-        if local in self._placements:
-            self.violate(f"placement {local} was sent twice, last to {node}", request_id)
-        self._placements.add(local)
+        """Note that a node was told to make a sandbox; the same placement never comes twice.
+
+        A node that refuses leads to another one, under the same local id.
+        """
+        placement = f"{node}.{local}"
+        self.note(f"place {request_id} as {placement}")
+        if placement in self._placements:
+            self.violate(f"placement {placement} was sent twice", request_id)
+        self._placements.add(placement)
 
     def made(self, sandbox_id: str, request_id: str) -> None:
         """Note that a node made a sandbox."""

@@ -70,7 +70,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         asked_again: requests that had to be sent again, by kind: whoever had them was dead.
         revisions: of node records that were checked.
         unseen: and that were replaced before they could be.
-        history: what happened last, when something was violated.
+        history: what happened last before something was violated for the first time.
     """
 
     seed: int
@@ -151,7 +151,7 @@ def _summary(options: ChaosOptions, model: Model, auditor: Auditor) -> Summary:
         revisions=auditor.revisions,
         unseen=auditor.unseen,
         violations=[f"{it.after_s:.3f} s {it.sandbox_id}: {it.what}" for it in model.violations],
-        history=[*model.history] if model.violations else [],
+        history=model.history_then,
     )
 
 

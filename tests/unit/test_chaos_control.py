@@ -178,7 +178,11 @@ def test_a_request_that_is_granted_twice_is_seen(model: Model, asked: Asked) -> 
 def test_a_placement_that_is_sent_twice_is_seen(model: Model, asked: Asked) -> None:
     model.was_granted(asked, "node-1.a")
     model.told("node-2", "a", "one")
-    assert "sent twice" in model.violations[0].what
+    assert model.violations == [], "a node that refuses leads to another one"
+    model.told("node-2", "a", "one")
+    assert "node-2.a was sent twice" in model.violations[0].what
+    model.note("later")
+    assert model.history_then[-2:] == [it for it in model.history if "node-2.a" in it][-2:]
 
 
 def test_two_answers_to_one_request_are_seen(model: Model, asked: Asked) -> None:

@@ -262,6 +262,8 @@ class UnitDesk:
                 await self._round()
             except DsecError as error:
                 _log.warning("no round for Compute Units", error=str(error))
+            except Exception:  # noqa: BLE001  a defect must not keep everybody waiting for ever
+                _log.exception("a round for Compute Units failed")
             interval_s = self._config.round_interval_s
             if self._room.count(ServiceClass.REALTIME):
                 interval_s = min(interval_s, self._config.realtime_interval_s)
@@ -269,7 +271,15 @@ class UnitDesk:
             self._urgent.clear()
             if left_s > 0:
                 await self._wait_for_urgent(left_s)
-        await self._reports.tell([], self._room)
+            if not self._room.idle:
+                # Within the loop: who comes meanwhile counts on rounds that are being held.
+                await self._tell_of_none()
+
+    async def _tell_of_none(self) -> None:
+        try:
+            await self._reports.tell([], self._room)
+        except DsecError as error:
+            _log.info("others forget by themselves what waited here", error=str(error))
 
     async def _wait_for_urgent(self, timeout_s: float) -> None:
         ends = (

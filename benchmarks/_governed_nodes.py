@@ -88,6 +88,9 @@ class _Networks:
         """Put a sandbox under another policy."""
         return NetworkInfo(sandbox_id=record.local, phase=NetworkPhase.AGENT, policy=policy)
 
+    async def take_away(self, _record: SandboxRecord) -> None:
+        """Leave a sandbox without a network, which it is."""
+
 
 class _Rates:
     """Limits the rates of agent sockets that nobody has opened."""

@@ -202,7 +202,7 @@ def test_files_are_looked_at_moved_watched_and_removed(stack: Stack, sandbox: st
     assert "lrwxrwxrwx   0:0" in stack.dsec("sandbox", "ls", at("/w")).stdout
     assert stack.dsec_json("sandbox", "stat", at("/w/link"))["link_target"] == "one"
     assert re.search(r"mode +0644", stack.dsec("sandbox", "stat", at("/w/one")).stdout)
-    stack.dsec("sandbox", "mv", at("/w/one"), "/w/deep/one")
+    stack.dsec("sandbox", "mv", at("/w/one"), at("/w/deep/one"))
     kept = stack.dsec("sandbox", "mv", "--keep", at("/w/link"), "/w/deep/one", check=False)
     assert (kept.returncode, "conflict" in kept.stderr) == (1, True)
     with subprocess.Popen(

@@ -204,3 +204,4 @@ def test_a_taken_port_is_said(other: Stack, stack: Stack) -> None:
     done = other.dsec("up", "--without-sandboxd", f"--nats-port={port}", check=False)
     assert done.returncode == 1
     assert port in done.stderr
+    assert "another program listens" in done.stderr

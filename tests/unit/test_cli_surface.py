@@ -65,7 +65,12 @@ def test_with_json_the_error_is_json_on_standard_error(tmp_path: Path) -> None:
         ("sandbox", "cp", "a", "b"),
         ("layer", "import", "--name", "a", "--version", "1"),
         ("layer", "import", ".", "--name", "a"),
+        ("sandbox", "mv", "node-1.a:/here", "node-1.b:/there"),
+        ("network", "forward", "node-1.a", "99999"),
+        ("agent", "policy", "crawler", "--rate-limit", "agent_socket=fast"),
         ("up", "--nodes", "0"),
+        ("up", "--log-level", "loud"),
+        ("up", "--nats-port", "70000"),
     ],
 )
 def test_a_command_line_that_cannot_be_meant_exits_with_2(
@@ -137,7 +142,14 @@ def test_project_commands_without_a_state_directory_say_where_they_looked(tmp_pa
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("512", 512), ("64k", 65536), ("512m", 512 << 20), ("1.5g", 3 << 29), ("2GiB", 2 << 30)],
+    [
+        ("512", 512),
+        ("64k", 65536),
+        ("512m", 512 << 20),
+        ("1.5g", 3 << 29),
+        ("2GiB", 2 << 30),
+        ("1T", 1 << 40),
+    ],
 )
 def test_sizes_are_read_in_powers_of_1024(text: str, value: int) -> None:
     assert size_bytes(text) == value

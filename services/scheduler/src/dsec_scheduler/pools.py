@@ -250,7 +250,7 @@ class PoolDoor:
         await self._known.wait()
         if name not in self._specs:
             raise not_found(
-                f"this project has no pool {key[:40]!r}; see which are there with a listing",
+                f"this project has no pool {key[:40]!r}; `dsec pool list` shows which there are",
                 what="pool",
             )
         await self._bucket.delete(name)

@@ -252,6 +252,18 @@ def revoke(
     run(work, json=json_output)
 
 
+def _rates(words: list[str]) -> dict[str, float]:
+    rates = {}
+    for name, value in pairs(words, "--rate-limit").items():
+        try:
+            rates[name] = float(value)
+        except ValueError:
+            raise UsageError(
+                f"--rate-limit: {value!r} is no number of requests a second; write {name}=10"
+            ) from None
+    return rates
+
+
 @app.command()
 def policy(
     name: Name,
@@ -277,12 +289,7 @@ def policy(
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
 
-        try:
-            rates = {
-                key: float(value) for key, value in pairs(rate_limit or (), "--rate-limit").items()
-            }
-        except ValueError as error:
-            raise UsageError(f"--rate-limit: {error}") from None
+        rates = _rates(rate_limit or [])
         async with client() as dsec:
             governed = await dsec.agents.push_policy(
                 name,

@@ -188,7 +188,7 @@ def mkdir(path: Remote, *, user: User = "root", json_output: Json = False) -> No
 
 def mv(
     path: Remote,
-    target: Annotated[str, typer.Argument(help="PATH in the same sandbox.")],
+    target: Annotated[str, typer.Argument(help="PATH in the same sandbox, or SANDBOX:PATH.")],
     *,
     keep: Annotated[bool, typer.Option("--keep", help="Fail if there is something.")] = False,
     user: User = "root",
@@ -200,9 +200,12 @@ def mv(
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
 
         sandbox_id, inside = _remote(path)
+        there = _REMOTE.fullmatch(target)
+        if there is not None and there[1] != sandbox_id:
+            raise UsageError("a move stays in its sandbox; copy with `dsec sandbox cp`")
         async with client() as dsec:
             sandbox = dsec.sandbox(sandbox_id)
-            place = await _place(sandbox, inside, target, user)
+            place = await _place(sandbox, inside, there[2] if there else target, user)
             await sandbox.move(inside, place, replace=not keep, user=user)
         if output.json:
             output.document({"path": inside, "target": place})

@@ -112,11 +112,11 @@ def agent_phase(sandbox_id: str, *, json_output: Json = False) -> None:
 @app.command("forward")
 def forward(
     sandbox_id: str,
-    port: Annotated[int, typer.Argument(help="The TCP port inside the sandbox.")],
+    port: Annotated[int, typer.Argument(min=1, max=65535, help="The TCP port inside the sandbox.")],
     *,
     host: Annotated[str, typer.Option(help="Where it listens inside.")] = "127.0.0.1",
     local_host: Annotated[str, typer.Option(help="Where to listen here.")] = "127.0.0.1",
-    local_port: Annotated[int, typer.Option(help="0 takes any free port.")] = 0,
+    local_port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 0,
     json_output: Json = False,
 ) -> None:
     """Listen here and connect each caller to a port inside, until interrupted."""

@@ -216,7 +216,7 @@ def pairs(values: Sequence[str], what: str) -> dict[str, str]:
     return found
 
 
-_SIZE_UNITS: Final = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+_SIZE_UNITS: Final = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
 def size_bytes(text: str, what: str = "") -> int:

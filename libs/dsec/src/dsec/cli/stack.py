@@ -36,6 +36,15 @@ class Kafka(StrEnum):
     AUTO = "auto"
 
 
+class LogLevel(StrEnum):
+    """What services log, and all that weighs more."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 def _layout() -> Layout:
     from dsec.connection import state_directory  # noqa: PLC0415  --help stays quick
     from dsec.stack.layout import Layout  # noqa: PLC0415  as above
@@ -53,7 +62,8 @@ def up(
     kafka: Annotated[Kafka, typer.Option(help="Which Kafka.")] = Kafka.EMBEDDED,
     kafka_bootstrap: Annotated[str, typer.Option(help="Address of an external Kafka.")] = "",
     nats_port: Annotated[
-        int | None, typer.Option(help="0: any free one. Default: 4222, if that is free.")
+        int | None,
+        typer.Option(min=0, max=65535, help="0: any free one. Default: 4222, if that is free."),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Sandbox nodes to run here.")] = 1,
     node_prefix: Annotated[str, typer.Option(help="Nodes are called PREFIX-1, …")] = "node",
@@ -71,7 +81,7 @@ def up(
         ),
     ] = True,
     start_timeout: Annotated[float, typer.Option(help="Seconds each part may take.")] = 60.0,
-    log_level: Annotated[str, typer.Option(help="Of the services.")] = "info",
+    log_level: Annotated[LogLevel, typer.Option(help="Of the services.")] = LogLevel.INFO,
     json_output: Json = False,
 ) -> None:
     """Start NATS, Kafka and all services on loopback; Ctrl-C or `dsec down` stops them."""
@@ -94,7 +104,7 @@ def up(
             layers_directory=layers_directory.absolute() if layers_directory else None,
             uplink=uplink,
             start_timeout_s=start_timeout,
-            log_level=log_level,
+            log_level=log_level.value,
         )
         try:
             options.check()

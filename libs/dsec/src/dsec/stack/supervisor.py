@@ -97,6 +97,12 @@ class Supervisor:
         port = self.options.nats_port
         if port is None:
             port = NATS_PORT if _is_free(NATS_PORT) else 0
+        elif port and not _is_free(port):
+            raise DsecError(
+                ErrorCode.CONFLICT,
+                f"another program listens on 127.0.0.1:{port}; give NATS another port with "
+                "--nats-port, 0 for any that is free",
+            )
         nats = NatsServer(self.layout.nats, auth, port=port)
         await nats.start(self.options.start_timeout_s)
         self._nats = nats

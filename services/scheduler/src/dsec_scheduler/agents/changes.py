@@ -349,7 +349,7 @@ def takes_work(record: AgentRecord, version: str) -> bool:
 def no_agent(name: str) -> DsecError:
     """Return the error for an agent that the project has not registered."""
     return not_found(
-        f"this project has no agent {name[:64]!r}; see which are there with a listing",
+        f"this project has no agent {name[:64]!r}; `dsec agent list` shows which there are",
         what="agent",
     )
 

@@ -68,6 +68,8 @@ def test_with_json_the_error_is_json_on_standard_error(tmp_path: Path) -> None:
         ("sandbox", "mv", "node-1.a:/here", "node-1.b:/there"),
         ("network", "forward", "node-1.a", "99999"),
         ("agent", "policy", "crawler", "--rate-limit", "agent_socket=fast"),
+        ("agent", "policy", "crawler"),
+        ("agent", "policy", "crawler", "--pause", "--clear"),
         ("up", "--nodes", "0"),
         ("up", "--log-level", "loud"),
         ("up", "--nats-port", "70000"),

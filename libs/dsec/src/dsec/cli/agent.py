@@ -280,21 +280,31 @@ def policy(
         list[str] | None, typer.Option(help="NAME=REQUESTS a second, such as agent_socket=10.")
     ] = None,
     pause: Annotated[bool, typer.Option("--pause", help="Instances stand still.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="No policy: all that was said before is lifted.")
+    ] = False,
     version: OneVersion = "",
     instance: Instances = None,
     json_output: Json = False,
 ) -> None:
-    """Put instances under a policy, in place of any earlier one; without options, under none."""
+    """Put instances under a policy, in place of all that an earlier one said."""
 
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
 
         rates = _rates(rate_limit or [])
+        wanted = policy_of(network, allow, deny, rule_set, network_file)
+        # Who forgets the options, or means to look, must not lift what is in force.
+        if clear == bool(revoke or rates or pause or wanted is not None):
+            raise UsageError(
+                "say what the policy says (--revoke, --network, --rate-limit, --pause), or --clear "
+                "alone to lift the one in force; `dsec agent inspect` shows which there is"
+            )
         async with client() as dsec:
             governed = await dsec.agents.push_policy(
                 name,
                 revoked=revoke or (),
-                network=policy_of(network, allow, deny, rule_set, network_file),
+                network=wanted,
                 rate_limits=rates,
                 paused=pause,
                 version=version,

@@ -13,6 +13,7 @@ from dsec_scheduler.asks import Ask, Asked, HeldUnits, RoundDue, TakeLeases, Wor
 from dsec_scheduler.explaining import explain
 from dsec_scheduler.fair_share import Quota
 from dsec_scheduler.queues import QueueRules, WaitingRoom
+from dsec_scheduler.solving.objective import PATIENCE, SLA_S
 from dsec_scheduler.solving.problem import NodeCapacity
 
 
@@ -166,3 +167,18 @@ def test_realtime_is_told_of_the_cards_of_all() -> None:
     told = why(one, node("n1", card("c"), taken=70))
     assert told.service_class is ServiceClass.REALTIME
     assert told.startable_cu == 30.0
+
+
+def test_batch_work_that_waits_for_cheaper_cards_is_told_so_and_for_how_long() -> None:
+    room = WaitingRoom(QueueRules())
+    nodes = (node("dear", card("d")), node("cheap", card("c", model="L40"), taken=100))
+    world = World(nodes=nodes, prices={"A100": 1.8, "L40": 1.0})
+    one = ask(50.0, service_class=ServiceClass.BATCH)
+    effects = room.handle(Asked(one, world, 0.0))
+    assert not [it for it in effects if isinstance(it, TakeLeases)]
+    told = explain(one, room, world, 60.0, 1000.0)
+    assert told.constraint == "price"
+    left_min = (PATIENCE * SLA_S[ServiceClass.BATCH] - 60.0) / 60
+    assert told.would_change[0] == f"in {left_min:.0f} min it takes whatever is free"
+    later = explain(one, room, world, PATIENCE * SLA_S[ServiceClass.BATCH], 1000.0)
+    assert later.constraint == "turn"

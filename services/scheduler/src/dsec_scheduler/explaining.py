@@ -14,6 +14,7 @@ from dsec_common.compute.model import GpuDemand
 from dsec_common.wire.waiting import WaitingExplained
 from dsec_scheduler.asks import Ask, World
 from dsec_scheduler.queues import WaitingRoom
+from dsec_scheduler.solving.objective import PATIENCE, SLA_S
 from dsec_scheduler.solving.problem import NodeCapacity
 from dsec_scheduler.supply import Cards, Supply, place_alone
 
@@ -54,6 +55,15 @@ def explain(
         changes = (f"end sandboxes under quota {quota}, or raise its cu_max",)
     elif not place_alone(ask, empty, cards, {}):
         constraint, reason, changes = _never(ask, empty, cards)
+    elif (
+        place_alone(ask, supply, cards, {})
+        and not ahead
+        and _is_dear(ask, supply, world, cards, now)
+    ):
+        constraint = "price"
+        reason = "it fits now on cards that cost more than batch work pays before it has waited"
+        left = _duration(PATIENCE * SLA_S[ask.service_class] - (now - ask.asked_at))
+        changes = (f"in {left} it takes whatever is free", "another service class pays any price")
     elif place_alone(ask, supply, cards, {}):
         constraint = "turn"
         reason = f"it fits now; {ahead} go before it" if ahead else "it fits now: the next round"
@@ -87,6 +97,12 @@ def explain(
         quota=quota,
         expected_at=expected_at,
     )
+
+
+def _is_dear(ask: Ask, supply: Supply, world: World, cards: Cards, now: float) -> bool:
+    """Return whether all that is free for an ask costs more than it pays so far."""
+    limit = ask.price_limit(world.price_range, now)
+    return not place_alone(ask, supply, cards, world.prices, limit)
 
 
 def _with(ask: Ask, **changes: object) -> Ask:

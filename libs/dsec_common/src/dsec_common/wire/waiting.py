@@ -56,6 +56,7 @@ class WaitingExplained(Message, frozen=True, kw_only=True):
         waited_s: since it was asked for.
         ahead: how many of its class go before it.
         constraint: what stands in its way: ``turn`` (others go first), ``capacity`` (not free now),
+            ``price`` (batch work waits for cheaper cards for a while),
             ``quota``, or what no node could give even when empty: ``nodes``, ``model``, ``count``,
             ``island``, ``too_many_cu``, ``too_much_memory``.
         reason: for people.

@@ -92,6 +92,12 @@ async def test_what_does_not_listen_or_may_not_be_asked_is_told(stack: Stack, ba
             with pytest.raises(DsecError) as caught:
                 await sandbox.open_port(port)
             assert caught.value.code is ErrorCode.INVALID
+            with pytest.raises(DsecError) as caught:
+                await sandbox.forward(port)
+            assert caught.value.code is ErrorCode.INVALID
+        with pytest.raises(DsecError) as caught:
+            await sandbox.forward(4242, local_port=65536)
+        assert caught.value.code is ErrorCode.INVALID
         async with await sandbox.forward(4242) as tunnel:
             reader, writer = await asyncio.open_connection("127.0.0.1", tunnel.local_port)
             with pytest.raises(ConnectionError):

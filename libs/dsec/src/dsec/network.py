@@ -42,6 +42,7 @@ Policy = NetworkPolicy | str | Mapping[str, Any]
 
 _TIMEOUT_S: Final = 10.0
 _WAIT_S: Final = 20.0
+_PORT_MAX: Final = 65535
 _RESET_AT_ONCE: Final = struct.pack("ii", 1, 0)
 #: For one chunk in one direction, over lost answers and a node that is away for a moment.
 _CHUNK_TIMEOUT_S: Final = 60.0
@@ -355,8 +356,14 @@ class Tunnel(Closing):
         """Listen.
 
         Raises:
-            DsecError: ``invalid`` when the local port cannot be had.
+            DsecError: ``invalid`` when the local port cannot be had, or a number is no port.
         """
+        # The port inside would be refused only when somebody connects, who could not be told why.
+        for field, number, least in (("port", self.port, 1), ("local_port", self.local_port, 0)):
+            if not least <= number <= _PORT_MAX:
+                raise invalid(
+                    f"{field}: {number} is not between {least} and {_PORT_MAX}", field=field
+                )
         try:
             self._server = await asyncio.start_server(
                 self._accept, self.local_host, self.local_port, limit=PORT_CHUNK_BYTES

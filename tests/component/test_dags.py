@@ -121,6 +121,9 @@ async def test_a_dag_runs_in_order_and_gives_what_its_steps_give(world: World) -
     }
     again = await world.client.dags.run("diamond", 3, run_id="r1")
     assert again.state is RunState.DONE
+    with pytest.raises(DsecError, match="another input") as taken:
+        await world.client.dags.run("diamond", 4, run_id="r1")
+    assert taken.value.code is ErrorCode.CONFLICT
     with pytest.raises(DsecError, match="does not fit") as caught:
         await world.client.dags.run("diamond", "three")
     assert caught.value.code is ErrorCode.INVALID

@@ -57,7 +57,8 @@ class Dags:
             run_id: the same id again is the same run.
 
         Raises:
-            DsecError: ``not_found``; ``invalid`` for an input that does not fit.
+            DsecError: ``not_found``; ``invalid`` for an input that does not fit; ``conflict`` for
+                the id of a run of another DAG or with another input.
         """
         return await self._ask(
             "run", RunDag(name=name, input=value, run_id=run_id or new_id()), DagRun

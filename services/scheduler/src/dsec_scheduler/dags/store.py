@@ -110,7 +110,8 @@ class DagStore:
         """Keep a new run with its input; return it, or the one that has its id.
 
         Raises:
-            DsecError: ``invalid`` for a run that is too large.
+            DsecError: ``invalid`` for a run that is too large, ``conflict`` for an id that was
+                given with another input.
         """
         if len(encode(run)) > RUN_BYTES_MAX:
             raise invalid(f"the DAG is too large: it and its schemas take over {RUN_BYTES_MAX} B")
@@ -122,6 +123,11 @@ class DagStore:
         except DsecError as error:
             if error.code is not ErrorCode.CONFLICT:
                 raise
+            if await self.value(project, run.run_id, "") != value:
+                raise DsecError(
+                    ErrorCode.CONFLICT,
+                    f"the run {run.run_id} has another input: choose another id, or leave it out",
+                ) from None
             try:
                 return await self.run(project, run.run_id)
             except DsecError as missing:

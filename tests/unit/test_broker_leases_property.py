@@ -42,6 +42,7 @@ class Brokers(RuleBasedStateMachine):
         for number, broker in enumerate(self.world.brokers):
             broker.ahead_s = SKEW_S * number / (BROKERS - 1)
         self.granted: dict[str, LeaseGranted] = {}
+        self.told: dict[tuple[str, int], LeaseGranted] = {}
         self.asked: list[GrantLease] = []
         self.collected: set[int] = set()
         # Whom each was asked of last, and under which number.
@@ -156,19 +157,19 @@ class Brokers(RuleBasedStateMachine):
                 if request_id in self.collected or not isinstance(reply, LeaseGranted):
                     continue
                 self.collected.add(request_id)
-                known = self.granted.get(reply.lease_id)
+                known = self.told.get((reply.lease_id, reply.token))
                 self.answered(reply)
-                if known is not None and reply.token == known.token:
-                    assert reply.slices == known.slices  # the same lease, told again
+                if known is not None:
+                    assert reply.slices == known.slices  # the same lease, told again or late
                     continue
                 if not self.was_lost:
                     assert reply.token not in self.tokens[reply.node]
-                    assert known is None or reply.token > known.token
                 # By now it may have ended again; one write may hold both its grant and its end.
                 written = self.world.bucket.granted.get((reply.lease_id, reply.token))
                 assert written == reply.slices or reply.lease_id in ended
                 self.tokens[reply.node].add(reply.token)
                 self.granted[reply.lease_id] = reply
+                self.told[reply.lease_id, reply.token] = reply
 
     def answered(self, lease: LeaseGranted) -> None:
         """Take an answer."""

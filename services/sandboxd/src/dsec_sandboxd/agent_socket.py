@@ -226,15 +226,19 @@ def _listen(path: str) -> socket.socket:
     try:
         with contextlib.suppress(OSError):  # older kernels have no such option
             listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+        # Under a name of its own until it may be used: an agent that tries meanwhile, as after a
+        # restart of the daemon, finds the socket before it or none, but none that refuses it.
+        draft = f"{path}.new"
         try:
-            _bind(listener, path)
+            _bind(listener, draft)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            os.unlink(path)  # noqa: PTH108  of a daemon that is gone: nobody listens there any more
-            _bind(listener, path)
-        os.chmod(path, _MODE)  # noqa: PTH101  a hot path; a Path costs as much as the call
+            os.unlink(draft)  # noqa: PTH108  a hot path; a Path costs as much as the call
+            _bind(listener, draft)
+        os.chmod(draft, _MODE)  # noqa: PTH101  see above
         listener.listen(_BACKLOG)
+        os.rename(draft, path)  # noqa: PTH104  see above
     except OSError as error:
         listener.close()
         raise from_os_error("bind", error, path) from error

@@ -60,7 +60,7 @@ async def store() -> AsyncIterator[DagStore]:
         yield store
 
 
-def input_of(store: DagStore, run: RunRecord) -> StepInput:
+def input_of(store: DagStore, run: RunRecord, **more: int) -> StepInput:
     return StepInput(
         store,
         Converters(),
@@ -69,6 +69,7 @@ def input_of(store: DagStore, run: RunRecord) -> StepInput:
         run=run,
         name="sum",
         planned=PLAN.steps["sum"],
+        **more,
     )
 
 
@@ -78,6 +79,8 @@ async def test_a_step_is_given_what_it_needs_and_is_newer_than_that(store: DagSt
     read = input_of(store, after(prices=1_000, orders=1_200))
     with capture_logs() as logs:
         assert await read.settle() == 1_250
+        farther = input_of(store, after(prices=1_000, orders=1_200), clock_tolerance_ms=300)
+        assert await farther.settle() == 1_500
     assert read.value == {"x": 1, "y": 2, "z": "own"}
     assert not logs
 

@@ -8,6 +8,7 @@ from typing import Self
 import msgspec
 
 from dsec_common.compute.conservation import BURST_FACTOR
+from dsec_common.compute.consistency import CLOCK_TOLERANCE_MS
 from dsec_common.config import ServiceConfig
 from dsec_common.nodes_file import NODES_FILE, read_nodes_file
 from dsec_scheduler.fair_share import Quota, check_quotas
@@ -43,6 +44,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         dag_runs_kept_s: how long a run of a DAG is known after its last change.
         dag_runs_max_bytes: what all runs with their values may take of JetStream's storage, which
             sets it aside for them.
+        clock_tolerance_s: how far the clocks of an agent and of what it depends on may be apart.
         agent_packages_max_bytes: what packages of agents may take of it.
         replicas: how many NATS servers keep keys, queue and events.
         quotas: how projects share Compute Units; see
@@ -85,6 +87,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     rollout_minimum: int = 10
     dag_runs_kept_s: float = 604_800.0
     dag_runs_max_bytes: int = 1 << 30
+    clock_tolerance_s: float = CLOCK_TOLERANCE_MS / 1000
     agent_packages_max_bytes: int = 2 << 30
     replicas: int = 1
     quotas: tuple[Quota, ...] = ()

@@ -44,6 +44,7 @@ class StepInput:
         run: RunRecord,
         name: str,
         planned: PlannedStep,
+        clock_tolerance_ms: int = CLOCK_TOLERANCE_MS,
     ) -> None:
         self.value: Any = None
         self._store = store
@@ -52,6 +53,7 @@ class StepInput:
         self._project = project
         self._run = run
         self._planned = planned
+        self._clock_tolerance_ms = clock_tolerance_ms
         self._log = _log.bind(run=run.run_id, step=name)
         self._known = {needed: run.steps[needed].version_ms for needed in planned.needs}
 
@@ -64,8 +66,9 @@ class StepInput:
         """
         old = await self._read()
         newer = {needed: self._known[needed] for needed in old}
-        await keep_consistent(self, required_version_ms(old), newer)
-        return required_version_ms(self._known)
+        tolerance_ms = self._clock_tolerance_ms
+        await keep_consistent(self, required_version_ms(old, tolerance_ms), newer, tolerance_ms)
+        return required_version_ms(self._known, tolerance_ms)
 
     async def pause(self, reason: str) -> None:
         """Have the step not begin."""

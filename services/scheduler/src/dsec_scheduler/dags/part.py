@@ -49,6 +49,7 @@ class DagPart:
             clock,
             randomness=random.Random(),  # noqa: S311  spreads load, guards nothing
             owner=new_id(),
+            clock_tolerance_ms=round(config.clock_tolerance_s * 1000),
         )
         return cls(bus, DagDoor(store, registry, converters, runner), runner)
 

@@ -68,6 +68,7 @@ class DagRunner:
         *,
         randomness: random.Random,
         owner: str,
+        clock_tolerance_ms: int,
     ) -> None:
         self._store = store
         self._creation = creation
@@ -77,6 +78,7 @@ class DagRunner:
         self._clock = clock
         self._random = randomness
         self._owner = owner
+        self._clock_tolerance_ms = clock_tolerance_ms
         self._driving: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._unfinished: dict[tuple[str, str], float] = {}
 
@@ -152,6 +154,7 @@ class DagRunner:
             run=run,
             name=name,
             planned=planned,
+            clock_tolerance_ms=self._clock_tolerance_ms,
         )
         state_ms = await read.settle()
         value = read.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from broker_world import START_S, Broker, World, heartbeat
 from dsec_broker.config import BrokerConfig
 from dsec_broker.elastic import Fleet, Plan, ProvidedNode, fleet, plan
+from dsec_broker.elastic_orders import NodeOrders
 from dsec_common.compute.model import GpuDemand, ServiceClass
 from dsec_common.errors import ErrorCode
 from dsec_common.wire.lease import GrantLease, LeaseGranted
@@ -259,6 +261,32 @@ def test_the_fewest_nodes_of_a_provider_always_run() -> None:
     nodes = provided("a", "b", "c")
     found = fleet(state(0, 0, 900), nodes, {"a", "b", "c"}, any_of, config)
     assert found == Fleet(2, ("a",))
+
+
+def test_a_node_may_leave_once_it_has_idled_without_a_break() -> None:
+    orders = NodeOrders(CONFIG)
+    looks = [(0.0, True), (299.0, True), (299.5, False), (300.0, True), (599.0, True)]
+    for now_s, idle in looks:
+        assert orders.wish(state(0, 0, 100), provided("a", idle=idle), any_of, now_s) == Fleet(1)
+    assert orders.next_idle_s(599.0) == 600
+    assert orders.wish(state(0, 0, 100), provided("a"), any_of, 600) == Fleet(0, ("a",))
+    assert orders.next_idle_s(600) == math.inf
+    # It says that it has work after all, and its time begins anew.
+    orders.busy("a")
+    assert orders.wish(state(0, 0, 100), provided("a"), any_of, 601) == Fleet(1)
+    assert orders.next_idle_s(601) == 901
+
+
+def test_an_order_is_given_once_and_again_when_its_nodes_do_not_come() -> None:
+    orders = NodeOrders(CONFIG)
+    wish = Fleet(2)
+    assert orders.is_due(wish, [], 0)
+    orders.given(*orders.order(wish, ()), 0)
+    assert not orders.is_due(wish, [], 60)
+    assert orders.is_due(wish, provided("a"), 61)
+    assert not orders.is_due(wish, provided("a", "b"), 61)
+    # Of two that were to leave one did not agree: it is still wanted.
+    assert orders.order(Fleet(1, ("a", "b"), ("c",)), ["b"]) == (2, ("b", "c"))
 
 
 def test_nodes_of_a_provider_are_known_by_their_label_and_idle_without_work() -> None:

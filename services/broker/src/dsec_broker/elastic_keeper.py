@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import structlog
 
 from dsec_broker import metrics
 from dsec_broker.effects import Resize
-from dsec_broker.elastic import Fleet, Plan, ProvidedNode, fleet, plan
+from dsec_broker.elastic import Fleet, Plan, ProvidedNode, plan
 from dsec_broker.elastic_config import ElasticConfig
 from dsec_broker.elastic_lease import BUCKET, Balancer, ElasticLease
+from dsec_broker.elastic_orders import NodeOrders
 from dsec_broker.providers import NodeProvider, Order, open_provider
 from dsec_broker.record import NodeRecord
 from dsec_common import subjects
@@ -30,9 +30,6 @@ from dsec_common.wire.base import new_id
 from dsec_common.wire.elastic import LeaseResized, NodeRetired, ResizeLease, RetireNode
 
 log = structlog.get_logger()
-
-_REPEAT_S: Final = 60.0
-"""An order whose nodes have not come is given again after this long."""
 
 
 class Cluster(Protocol):
@@ -79,9 +76,7 @@ class ElasticKeeper:
         self._woken = asyncio.Event()
         self._lease: ElasticLease | None = None
         self._provider: NodeProvider | None = None
-        self._idle_since: dict[str, float] = {}
-        self._ordered: tuple[int, tuple[str, ...]] = (0, ())
-        self._ordered_at_s = -math.inf
+        self._orders = NodeOrders(config)
         self._ordering = False
         self._closed = False
 
@@ -154,35 +149,21 @@ class ElasticKeeper:
         if self._provider is None:
             return Fleet(0)
         nodes = self._cluster.provided(self._config.node_provider)
-        now_s = self._clock.monotonic()
-        idle = {node.name for node in nodes if node.idle}
-        self._idle_since = {name: self._idle_since.get(name, now_s) for name in idle}
-        long_idle = {
-            name
-            for name, since_s in self._idle_since.items()
-            if now_s - since_s >= self._config.node_idle_s
-        }
-        return fleet(plan_, nodes, long_idle, self._provider.may_leave, self._config)
+        return self._orders.wish(plan_, nodes, self._provider.may_leave, self._clock.monotonic())
 
     def _order_due(self, wish: Fleet) -> bool:
         if self._provider is None or self._ordering:
             return False
-        if (wish.wanted, wish.leaving) != self._ordered:
-            return True
         nodes = self._cluster.provided(self._config.node_provider)
-        come = sum(not node.leaving for node in nodes)
-        waited_s = self._clock.monotonic() - self._ordered_at_s
-        return come < wish.wanted and waited_s > _REPEAT_S
+        return self._orders.is_due(wish, nodes, self._clock.monotonic())
 
     async def _provide(self, provider: NodeProvider, wish: Fleet, fence: int) -> None:
         retired = [name for name in wish.retire if await self._retire(name)]
-        kept = len(wish.retire) - len(retired)
-        leaving = tuple(sorted({*wish.leaving, *retired}))
-        order = Order(wanted=wish.wanted + kept, leaving=leaving, fence=fence)
-        if self._ordering or (
-            (order.wanted, leaving) == self._ordered and not retired and (not self._order_due(wish))
-        ):
+        wanted, leaving = self._orders.order(wish, retired)
+        is_new = bool(retired) or not self._orders.is_given(wanted, leaving)
+        if self._ordering or not (is_new or self._order_due(wish)):
             return
+        order = Order(wanted=wanted, leaving=leaving, fence=fence)
         self._ordering = True
         self._spawn(self._order(provider, order), "order nodes")
 
@@ -195,8 +176,7 @@ class ElasticKeeper:
         else:
             log.info("ordered nodes", wanted=order.wanted, leaving=order.leaving)
             metrics.ORDERS.labels("ok").inc()
-            self._ordered = (order.wanted, order.leaving)
-            self._ordered_at_s = self._clock.monotonic()
+            self._orders.given(order.wanted, order.leaving, self._clock.monotonic())
         finally:
             self._ordering = False
 
@@ -208,7 +188,7 @@ class ElasticKeeper:
             )
         except DsecError as error:
             log.info("a node is not retired", node=node, error=str(error))
-            self._idle_since.pop(node, None)
+            self._orders.busy(node)
             return False
         return True
 

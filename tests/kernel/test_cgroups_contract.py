@@ -25,6 +25,7 @@ from cgroup_processes import (
 )
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.cgroups import CgroupLimits, detect_layout, open_driver
+from dsec_sandboxd.kernel.cgroups_tree import read_field
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -296,6 +297,26 @@ async def test_killing_a_command_reaches_its_daemons_and_nothing_else(cgroup: Cg
         await end(cgroup)
 
 
+async def test_a_command_that_is_stopped_stands_still_while_the_sandbox_runs_on(
+    cgroup: Cgroup,
+) -> None:
+    directory = cgroup.create_exec("7")
+    bystander, command = start(cgroup, IDLE), start_exec(cgroup, directory, IDLE)
+    os.close(directory)
+    with ending(bystander, command):
+        assert read_line(command) == "ready"
+        await cgroup.freeze()
+        cgroup.stop_exec("7")
+        cgroup.thaw()
+        assert cgroup.exec_stopped("7")
+        assert read_line(bystander) == "ready"
+        events = f"{cgroup.directory}/exec-7/cgroup.events"
+        assert read_field(events, b"frozen") == 1
+        cgroup.let_exec_go("7")
+        assert not cgroup.exec_stopped("7")
+        await end(cgroup)
+
+
 async def test_processes_of_commands_belong_to_the_sandbox(cgroup: Cgroup) -> None:
     directory = cgroup.create_exec("1")
     command = start_exec(cgroup, directory, IDLE)
@@ -311,6 +332,9 @@ async def test_processes_of_commands_belong_to_the_sandbox(cgroup: Cgroup) -> No
 
 async def test_a_gone_command_is_empty_and_may_be_ended_twice(cgroup: Cgroup) -> None:
     cgroup.kill_exec("never")
+    cgroup.stop_exec("never")
+    cgroup.let_exec_go("never")
+    assert not cgroup.exec_stopped("never")
     assert cgroup.exec_processes("never") == []
     assert not cgroup.exec_populated("never")
     assert cgroup.remove_exec("never")

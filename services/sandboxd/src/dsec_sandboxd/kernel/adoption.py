@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dsec_common.errors import DsecError, ErrorCode, from_os_error, not_found
+from dsec_sandboxd.kernel.alone import end_what_ran_alone
 from dsec_sandboxd.kernel.cgroups_tree import list_directories, read_processes
 from dsec_sandboxd.kernel.interface import SandboxIdentity
 from dsec_sandboxd.kernel.protocol import (
@@ -107,6 +108,7 @@ def adopt_sandbox(
     sandbox.oom_group = identity.oom_group
     # Paused, or stopped for a snapshot by who died: its PID 1 has to answer while it is taken over.
     cgroup.thaw()
+    end_what_ran_alone(cgroup)
     return sandbox
 
 

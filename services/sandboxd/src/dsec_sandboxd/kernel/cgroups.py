@@ -97,6 +97,18 @@ class Cgroup(Protocol):
     def exec_populated(self, exec_id: str) -> bool:
         """Return whether a process of the command is alive (a zombie is not)."""
 
+    def stop_exec(self, exec_id: str) -> None:
+        """Have the command's processes stand still even while the sandbox's do not.
+
+        Where the sandbox stands still they never run in between. Nothing when it is gone.
+        """
+
+    def let_exec_go(self, exec_id: str) -> None:
+        """Undo ``stop_exec``. Nothing when it is gone."""
+
+    def exec_stopped(self, exec_id: str) -> bool:
+        """Return whether ``stop_exec`` was called for the command, by whichever daemon."""
+
     def remove_exec(self, exec_id: str) -> bool:
         """Remove the command's directory; False while a process is still ending: call again."""
 

@@ -231,6 +231,23 @@ class UnifiedCgroup:
         """Return whether a process of the command is alive."""
         return _populated(self._exec_directory(exec_id))
 
+    def stop_exec(self, exec_id: str) -> None:
+        """Have the command's processes stand still by themselves. Nothing when it is gone."""
+        _write_unless_gone(f"{self._exec_directory(exec_id)}/cgroup.freeze", b"1")
+
+    def let_exec_go(self, exec_id: str) -> None:
+        """Undo ``stop_exec``. Nothing when it is gone."""
+        _write_unless_gone(f"{self._exec_directory(exec_id)}/cgroup.freeze", b"0")
+
+    def exec_stopped(self, exec_id: str) -> bool:
+        """Return whether ``stop_exec`` was called for the command, by whichever daemon."""
+        try:
+            return read_file(f"{self._exec_directory(exec_id)}/cgroup.freeze").strip() == b"1"
+        except DsecError as error:
+            if is_gone(error):
+                return False
+            raise
+
     def remove_exec(self, exec_id: str) -> bool:
         """Remove the command's directory; return whether it is gone. Call again when it is not."""
         directory = self._exec_directory(exec_id)
@@ -407,8 +424,12 @@ def remove_all(directories: list[str]) -> bool:
 
 
 def _kill(directory: str) -> None:
+    _write_unless_gone(f"{directory}/cgroup.kill", b"1")
+
+
+def _write_unless_gone(path: str, text: bytes) -> None:
     try:
-        write_file(f"{directory}/cgroup.kill", b"1")
+        write_file(path, text)
     except DsecError as error:
         if not is_gone(error):
             raise

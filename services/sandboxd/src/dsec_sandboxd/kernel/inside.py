@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
 from typing import TYPE_CHECKING
 
+from dsec_sandboxd.kernel.alone import RunningAlone
 from dsec_sandboxd.kernel.inside_files import InsideFiles
 from dsec_sandboxd.kernel.interface import SandboxUsage
 from dsec_sandboxd.kernel.pausing import PAUSED
@@ -23,16 +23,12 @@ if TYPE_CHECKING:
     from dsec_sandboxd.kernel.process import OutputKeeper, Process
 
 
-class Inside(InsideFiles):
+class Inside(InsideFiles, RunningAlone):
     """The part of ``Kernel`` that needs nothing but the sandbox. See the interface."""
 
     def __init__(self) -> None:
         super().__init__()
         self._reclaiming = asyncio.Lock()
-
-    @abstractmethod
-    def _read_ooms(self) -> None:
-        """Note which sandboxes the kernel has ended a process of for want of memory."""
 
     async def exec(
         self,

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from dsec_sandboxd.kernel.file_ports import FileKernel
 from dsec_sandboxd.kernel.layer_copies import SnapshotKernel
+from dsec_sandboxd.kernel.pausing import AloneKernel
 
 if TYPE_CHECKING:
     import asyncio
@@ -239,7 +240,7 @@ class SandboxUsage:
     pids: int
 
 
-class Kernel(FileKernel, SnapshotKernel, Protocol):
+class Kernel(FileKernel, SnapshotKernel, AloneKernel, Protocol):
     """Sandboxes on one Linux host.
 
     Every method may be called concurrently for different sandboxes. Errors are

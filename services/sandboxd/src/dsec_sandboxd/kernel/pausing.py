@@ -1,7 +1,8 @@
 """Stopping a sandbox's processes, and the time limits that stand still with them.
 
 Several may want a sandbox to stand still at once: its owner paused it, and a snapshot is being
-taken. It goes on when the last of them lets go.
+taken. It goes on when the last of them lets go. In one that is paused a command of the platform's
+may run alone.
 """
 
 from __future__ import annotations
@@ -9,18 +10,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
-from dsec_common.errors import DsecError
+from dsec_common.errors import DsecError, unavailable
 from dsec_common.timers import Timer, timers_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from dsec_sandboxd.kernel.cgroups import Cgroup
+    from dsec_sandboxd.kernel.interface import CommandResult, CommandSpec
 
 #: Why a sandbox stands still: each reason holds it once.
 PAUSED: Final = "paused"
+
+
+class AloneKernel(Protocol):
+    """The part of the kernel seam that does something in a paused sandbox."""
+
+    async def run_alone(self, local: str, command: CommandSpec) -> CommandResult:
+        """Run a command in a paused sandbox; whatever ran in it stands still all the while.
+
+        Over its ``timeout_s`` the command's tree is killed, and ``timed_out`` is all that is told.
+        Cancelling the call kills it, too. What it leaves behind stands still with the others.
+
+        Raises:
+            DsecError: ``not_found``; ``unavailable`` when the sandbox is not paused, stands still
+                for another reason, too, or has ended meanwhile; what a command may fail with.
+        """
+        ...
 
 
 class Countdown:
@@ -70,7 +88,7 @@ class Countdown:
 class Freezer:
     """Stops a sandbox's processes for as long as anyone has a reason, and its time limits too."""
 
-    __slots__ = ("_borrowed", "_cgroup", "_counting", "_lock", "_reasons")
+    __slots__ = ("_borrowed", "_cgroup", "_counting", "_lock", "_reasons", "_stopped")
 
     def __init__(self, cgroup: Cgroup) -> None:
         self._cgroup = cgroup
@@ -78,6 +96,7 @@ class Freezer:
         self._counting: set[Countdown] = set()
         self._lock = asyncio.Lock()
         self._borrowed = 0
+        self._stopped: list[str] = []  # commands that stand still by themselves
 
     @property
     def frozen(self) -> bool:
@@ -112,6 +131,7 @@ class Freezer:
         if reason not in self._reasons:
             return
         if len(self._reasons) == 1:
+            self._let_commands_go()
             if not self._borrowed:
                 self._cgroup.thaw()
             for countdown in self._counting:
@@ -125,7 +145,8 @@ class Freezer:
         Whatever that does, and should it be killed in the middle, the sandbox then stands still
         only if somebody here has a reason.
         """
-        self._borrowed += 1
+        async with self._lock:  # nobody runs alone in it
+            self._borrowed += 1
         try:
             yield
         finally:
@@ -135,6 +156,37 @@ class Freezer:
                     await self._cgroup.freeze()
                 elif not self._borrowed:
                     self._cgroup.thaw()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Let what begins while the context lasts run, and nothing that ran before.
+
+        Raises:
+            DsecError: ``unavailable`` when the sandbox is not paused, or stands still for somebody
+                else, too; then nothing has changed.
+        """
+        async with self._lock:
+            if self._borrowed or self._reasons != {PAUSED}:
+                raise unavailable("the sandbox is not paused, or is just being copied: try again")
+            cgroup = self._cgroup
+            try:
+                for name in cgroup.exec_ids():
+                    if cgroup.exec_populated(name):
+                        cgroup.stop_exec(name)
+                        self._stopped.append(name)
+                cgroup.thaw()
+                yield
+            finally:
+                # It has ended meanwhile, or something hangs in the kernel: that runs on. What ran
+                # before stands still all the same until the sandbox goes on.
+                with contextlib.suppress(DsecError):
+                    await cgroup.freeze()
+                    self._let_commands_go()
+
+    def _let_commands_go(self) -> None:
+        while self._stopped:
+            self._cgroup.let_exec_go(self._stopped[-1])
+            self._stopped.pop()
 
     def countdown(self, delay_s: float, callback: Callable[[], None]) -> Countdown:
         """Return a countdown that stands still with the sandbox; see :meth:`forget`."""

@@ -133,8 +133,11 @@ async def test_the_end_of_a_session_ends_its_tree_and_a_stubborn_shell_is_ended(
 ) -> None:
     async with stack.client() as client, await client.create_sandbox(base) as sandbox:
         async with await sandbox.session() as session:
-            await session.run("sleep 1234 >/dev/null 2>&1 &")
-        left = await sandbox.exec("cat /proc/[0-9]*/comm | grep -c sleep || true")
+            # One that takes a while to die: what it holds is freed first.
+            holds = "import time; held = b'x' * (150 << 20); print(flush=True); time.sleep(1234)"
+            await session.run(f'python3 -c "{holds}" >/tmp/holds & sleep 1234 >/dev/null &')
+            await session.run("until [ -s /tmp/holds ]; do sleep 0.05; done", check=True)
+        left = await sandbox.exec("cat /proc/[0-9]*/comm | grep -cE 'sleep|python' || true")
         assert left.stdout == b"0\n"
         async with await sandbox.session() as session:
             late = await session.run("trap '' INT; while :; do :; done", timeout_s=0.3)

@@ -36,6 +36,10 @@ _log: Final = structlog.get_logger(__name__)
 
 GRACE_S: Final = 2.0
 """Between TERM and KILL of a tree."""
+#: A killed tree is looked at so often, and so many times, before its exec is over without it: what
+#: stays in the kernel that long (a device, a dead network file system) nobody should wait for.
+_LOOK_S: Final = 0.001
+_LOOKS_MAX: Final = 1000
 #: A pipe's largest size for an unprivileged process: what an ended command may have left in it.
 _LEFT_MAX: Final = 1 << 20
 PROCESSES_GONE: Final = "processes_gone"
@@ -215,11 +219,26 @@ class Exec:
             self._drain()
         if self.meta.timed_out or self.meta.cancelled:
             process.kill()  # a tree is ended whole
+        self._take_end(exited, _LOOKS_MAX)
+
+    def _take_end(self, exited: asyncio.Future[ProcessExit], looks: int) -> None:
+        """Be over; one that was ended, when nothing of its tree is left."""
+        if self._gone or self.ended.done():
+            return
+        if (self.meta.timed_out or self.meta.cancelled) and looks and self._has_processes():
+            self._loop.call_later(_LOOK_S, self._take_end, exited, looks - 1)
+            return
         error = exited.exception()
         if error is None:
             self._finish(exited.result())
         else:
             self.fail(error if isinstance(error, DsecError) else _unknown_end(str(error)))
+
+    def _has_processes(self) -> bool:
+        try:
+            return self._process is not None and self._process.has_processes()
+        except DsecError:  # without a descriptor nobody can see
+            return False
 
     def _drain(self) -> None:
         for stream in list(self._watched):

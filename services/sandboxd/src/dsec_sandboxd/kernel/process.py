@@ -117,6 +117,10 @@ class ProcessControl(Protocol):
         """End every process of the command at once."""
         ...
 
+    def alive(self) -> bool:
+        """Return whether a process of the command lives."""
+        ...
+
     def close_stdin(self, run_id: int) -> None:
         """Have PID 1 let go of the input's end."""
         ...
@@ -240,6 +244,14 @@ class Process:
         """End every process that the command started, at once."""
         if not self._finished:
             self._control.kill()
+
+    def has_processes(self) -> bool:
+        """Return whether a process that the command started lives, or is still dying.
+
+        Raises:
+            DsecError: ``exhausted`` without free descriptors.
+        """
+        return not self._finished and self._control.alive()
 
     def close_stdin(self) -> None:
         """Let the command's input end. Idempotent."""

@@ -37,6 +37,9 @@ class _Control:
     def kill(self) -> None:
         self._end(signal.SIGKILL)
 
+    def alive(self) -> bool:
+        return self.process is not None and not self.process.exited.done()
+
     def close_stdin(self, run_id: int) -> None:
         del run_id
 

@@ -81,6 +81,9 @@ class _Control:
     def kill(self) -> None:
         self._sandbox.kill_directory(self._directory)
 
+    def alive(self) -> bool:
+        return self._sandbox.cgroup.exec_populated(self._directory.name)
+
     def close_stdin(self, run_id: int) -> None:
         self._sandbox.init.close_stdin(run_id)
 

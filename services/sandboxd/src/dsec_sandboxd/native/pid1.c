@@ -246,8 +246,10 @@ static _Noreturn void loop(int signal_fd)
         commands_look_at_held();
         if (polled[0].revents & POLLOUT)
             commands_tell(false);
-        if (polled[0].revents & POLLIN)
+        if (polled[0].revents & POLLIN) {
+            reap(); /* what somebody outside knows to be dead, the next command does not find */
             handle_request();
+        }
     }
 }
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dsec.simulation.engine import Outcome, SimulatedNode, Simulation
+from dsec.simulation.cluster import SimulatedNode
+from dsec.simulation.engine import Simulation
+from dsec.simulation.outcome import Outcome
 from dsec.simulation.policies import FirstFit, Scheduler, WholeCards
 from dsec.simulation.scenario import (
     Scenario,

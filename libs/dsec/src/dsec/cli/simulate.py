@@ -100,4 +100,22 @@ def simulate(
             ],
         )
 
+        elastic = [(it.policy, it.elastic) for it in reports if it.elastic is not None]
+        if elastic:
+            output.table(
+                ("POLICY", "ELASTIC", "SHRINKS", "RECOVERIES", "ORDERED", "GIVEN UP", "NODE-HOURS"),
+                [
+                    (
+                        name,
+                        f"{100 * it.share:.1f} %",
+                        f"{it.shrinks}",
+                        f"{it.recoveries}",
+                        f"{it.nodes_ordered}",
+                        f"{it.nodes_given_up}",
+                        f"{it.node_hours:.1f}",
+                    )
+                    for name, it in elastic
+                ],
+            )
+
     run(work, json=json_output or SETTINGS.json)

@@ -10,15 +10,19 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
+from dsec.simulation.cluster import SimulatedNode
+from dsec.simulation.elasticity import Elasticity
+from dsec.simulation.outcome import Moves, Outcome, Served
 from dsec.simulation.work import Work
 from dsec_broker.books import Books
-from dsec_broker.record import NodeRecord
-from dsec_common.compute.model import Card, ServiceClass, Slice
+from dsec_broker.shares import resize
+from dsec_common.compute.model import ServiceClass, Slice
+from dsec_common.compute.resizing import bounds_of
+from dsec_common.errors import DsecError
 from dsec_common.wire.lease import GrantLease
-from dsec_common.wire.node import NodeHeartbeat
 from dsec_scheduler.solving.objective import PATIENCE, SLA_S
 
 #: How often the scheduler looks at what waits.
@@ -28,21 +32,13 @@ _QUIET_ROUND_S: Final = 30.0
 #: As long as nothing else happens batch becomes less particular; after this it takes anything.
 _PATIENCE_S: Final = PATIENCE * SLA_S[ServiceClass.BATCH] + 2 * _QUIET_ROUND_S
 _FOREVER_S: Final = 1e12
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedNode:
-    """A node and when it is there, in seconds of the simulation."""
-
-    name: str
-    cards: tuple[Card, ...]
-    since_s: float = 0.0
-    until_s: float = math.inf
+#: What is looked at rather than what happens: nobody is granted anything for these alone.
+_LOOKS: Final = ("round", "balance")
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Who gets which slices of which node."""
+    """Who gets which slices of which node; none when the broker is to make room for it."""
 
     work: Work
     node: str
@@ -61,55 +57,24 @@ class Policy(Protocol):
     def granted(self, work: Work) -> None:
         """Note that a grant is in the books."""
 
+    def refused(self, work: Work) -> None:
+        """Note that a grant is not: there was less than it took there to be."""
+
     @property
     def waiting(self) -> int:
         """How many wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A piece of work that got its units, and when."""
-
-    work: Work
-    node: str
-    slices: tuple[Slice, ...]
-    started_s: float
-    ended_s: float
-
-    @property
-    def wait_s(self) -> float:
-        """From being asked for to the grant."""
-        return self.started_s - self.work.at_s
-
-    @property
-    def useful_cu(self) -> float:
-        """Units that it can use of those it holds."""
-        return min(math.fsum(it.cu for it in self.slices), self.work.demand.max_cu)
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What came of a simulation.
-
-    Attributes:
-        served: in the order of their starts; work that a lost node broke off is there once more.
-        left: never granted.
-        times_s, useful_cu, held_cu, total_cu, waiting: after each change.
-        cost: price x CU x hours of all that was held.
-    """
-
-    served: list[Served] = field(default_factory=list)
-    left: list[Work] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-    useful_cu: list[float] = field(default_factory=list)
-    held_cu: list[float] = field(default_factory=list)
-    total_cu: list[float] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-    cost: float = 0.0
-
-
 class Simulation:
-    """One run of one policy."""
+    """One run of one policy.
+
+    Args:
+        nodes: of the cluster.
+        works: what is asked for.
+        policy: in its first state.
+        prices: of a unit for an hour, by model.
+        elasticity: in its first state; without it leases keep what they were granted.
+    """
 
     def __init__(
         self,
@@ -117,22 +82,25 @@ class Simulation:
         works: Iterable[Work],
         policy: Policy,
         prices: Mapping[str, float],
+        elasticity: Elasticity | None = None,
     ) -> None:
         self._policy = policy
-        self._price = {
-            card.uuid: prices.get(card.model, 1.0) for node in nodes for card in node.cards
-        }
+        self._prices = prices
+        #: By card.
+        self._price: dict[str, float] = {}
+        self._elasticity = elasticity
         self._books: dict[str, Books] = {}
         self._held: dict[str, Served] = {}
         self._works: dict[str, Work] = {}
-        self._useful = self._taken = 0.0
+        self._useful = self._taken = self._elastic = 0.0
         self._order = itertools.count()
         self._events: list[tuple[float, int, str, object]] = []
-        #: Events that are not rounds, and when the last of those was.
+        #: Events that are not looks, and when the last of those was.
         self._to_come = 0
         self._quiet_since = 0.0
-        self._round_at = math.inf
-        self._outcome = Outcome()
+        self._round_at = self._balance_at = math.inf
+        self._provided = 0
+        self._outcome = Outcome(moves=Moves() if elasticity else None)
         for node in nodes:
             self._at(node.since_s, "up", node)
             if node.until_s < math.inf:
@@ -146,7 +114,7 @@ class Simulation:
         now_s = 0.0
         while self._events and self._events[0][0] <= until_s:
             now_s, _, kind, what = heapq.heappop(self._events)
-            if kind != "round":
+            if kind not in _LOOKS:
                 self._to_come -= 1
                 self._quiet_since = now_s
             self._happen(kind, what, now_s)
@@ -172,29 +140,38 @@ class Simulation:
             self._round_soon(now_s)
         elif kind == "end":
             assert isinstance(what, Served)  # noqa: S101  by kind
-            if self._held.get(what.work.name) is what:
+            # It may have been broken off, or be at it longer with fewer units.
+            if self._held.get(what.work.name) is what and what.ended_s == now_s:
                 self._end(what, now_s)
                 self._round_soon(now_s)
         elif kind == "round":
             if now_s == self._round_at:
                 self._round(now_s)
+        elif kind == "balance":
+            if now_s == self._balance_at:
+                self._balance(now_s)
         else:
             assert isinstance(what, SimulatedNode)  # noqa: S101  by kind
             self._node(kind, what, now_s)
 
     def _node(self, kind: str, node: SimulatedNode, now_s: float) -> None:
         if kind == "up":
-            record = NodeRecord(heartbeat=NodeHeartbeat(node=node.name, epoch=""), cards=node.cards)
-            self._books[node.name] = Books(record)
+            self._books[node.name] = node.books()
+            for card in node.cards:
+                self._price[card.uuid] = self._prices.get(card.model, 1.0)
+            if self._elasticity is not None:
+                self._provided += self._elasticity.is_provided(node)
         else:
             broken = [served for served in self._held.values() if served.node == node.name]
             for served in broken:
+                served.ended_s = now_s
                 self._end(served, now_s)
             del self._books[node.name]
             for served in broken:
                 # It begins again from nothing, like a sandbox whose node is gone.
                 self._grant(self._policy.arrive(served.work, now_s, self._books), now_s)
         self._round_soon(now_s)
+        self._balance_soon(now_s)
 
     def _round(self, now_s: float) -> None:
         self._round_at = math.inf
@@ -204,6 +181,7 @@ class Simulation:
             self._round_by(now_s + _QUIET_ROUND_S)
 
     def _grant(self, grants: Sequence[Grant], now_s: float) -> None:
+        refused = 0
         for grant in grants:
             work = grant.work
             asked = GrantLease(
@@ -216,39 +194,96 @@ class Simulation:
                 priority=work.priority,
                 ttl_s=_FOREVER_S,
             )
-            self._books[grant.node].grant(f"{grant.node}.{work.name}", asked, now_s)
+            books = self._books[grant.node]
+            try:
+                lease = books.grant(f"{grant.node}.{work.name}", asked, now_s)
+            except DsecError:
+                # Room for another in the same round was not made where it was thought to be.
+                self._policy.refused(work)
+                refused += 1
+                continue
             self._policy.granted(work)
-            self._begin(grant, now_s)
+            self._begin(Served.begun(work, grant.node, lease.slices, now_s), now_s)
+            if not grant.slices:
+                self._follow(grant.node, now_s)
+        if 0 < refused < len(grants):
+            self._round_soon(now_s)
 
-    def _begin(self, grant: Grant, now_s: float) -> None:
-        work = grant.work
-        cu = min(math.fsum(it.cu for it in grant.slices), work.demand.max_cu)
-        ended_s = now_s + work.cu_seconds / cu
-        served = Served(work, grant.node, grant.slices, now_s, ended_s)
-        self._held[work.name] = served
+    def _begin(self, served: Served, now_s: float) -> None:
+        self._held[served.work.name] = served
         self._outcome.served.append(served)
-        self._useful += served.useful_cu
-        self._taken += math.fsum(it.cu for it in served.slices)
-        self._at(ended_s, "end", served)
+        self._count(served, 1)
+        self._at(served.ended_s, "end", served)
+        self._balance_soon(now_s)
 
     def _end(self, served: Served, now_s: float) -> None:
         del self._held[served.work.name]
+        self._count(served, -1)
         self._books[served.node].release(f"{served.node}.{served.work.name}")
-        self._useful -= served.useful_cu
-        self._taken -= math.fsum(it.cu for it in served.slices)
         self._charge(served, now_s)
+        self._balance_soon(now_s)
+
+    def _count(self, served: Served, sign: int) -> None:
+        self._useful += sign * served.useful_cu
+        self._taken += sign * served.held_cu
+        if self._elasticity is not None:
+            cards = {card.uuid: card for card in self._books[served.node].cards}
+            bounds = bounds_of(served.slices, cards, served.work.demand)
+            self._elastic += sign * (bounds.cu - bounds.least_cu)
 
     def _charge(self, served: Served, until_s: float) -> None:
-        hours = (until_s - served.started_s) / 3600
-        self._outcome.cost += math.fsum(
-            self._price[it.card] * it.cu * hours for it in served.slices
-        )
+        self._outcome.cost += served.cost(self._price, until_s)
+
+    # --- The elastic engine -------------------------------------------------------------------
+
+    def _balance(self, now_s: float) -> None:
+        assert self._elasticity is not None  # noqa: S101  nobody else asks for it
+        self._balance_at = math.inf
+        records = [books.record() for books in self._books.values()]
+        look = self._elasticity.look(records, now_s)
+        for node, targets in look.targets.items():
+            resize(self._books[node], targets, "")
+            self._follow(node, now_s)
+        for ordered in look.ordered:
+            self._at(ordered.since_s, "up", ordered)
+        for name in look.given_up:
+            del self._books[name]
+            self._balance_soon(now_s)
+        self._provided -= len(look.given_up)
+        moves = self._moves()
+        moves.ordered += len(look.ordered)
+        moves.given_up += len(look.given_up)
+        if look.again_s < math.inf:
+            self._balance_by(look.again_s)
+
+    def _follow(self, node: str, now_s: float) -> None:
+        """Have work go on with what its leases have now."""
+        moves, changed = self._moves(), False
+        for lease in self._books[node].leases():
+            served = self._held[lease.holder]
+            if served.slices == lease.slices:
+                continue
+            changed = True
+            before_cu = served.held_cu
+            self._count(served, -1)
+            served.resize(lease.slices, now_s)
+            self._count(served, 1)
+            self._at(served.ended_s, "end", served)
+            moves.shrinks += served.held_cu < before_cu
+            moves.recoveries += served.held_cu > before_cu
+        if changed:
+            self._round_soon(now_s)
+            self._balance_soon(now_s)
+
+    def _moves(self) -> Moves:
+        assert self._outcome.moves is not None  # noqa: S101  only with the elastic engine
+        return self._outcome.moves
 
     # --- Time ---------------------------------------------------------------------------------
 
     def _at(self, when_s: float, kind: str, what: object) -> None:
         heapq.heappush(self._events, (when_s, next(self._order), kind, what))
-        self._to_come += kind != "round"
+        self._to_come += kind not in _LOOKS
 
     def _round_soon(self, now_s: float) -> None:
         """Have a round at the next beat of the scheduler's clock, if anybody waits."""
@@ -260,6 +295,16 @@ class Simulation:
             self._round_at = when_s
             self._at(when_s, "round", None)
 
+    def _balance_soon(self, now_s: float) -> None:
+        """Look at the cluster a moment after a change, once for all that changes until then."""
+        if self._elasticity is not None:
+            self._balance_by(now_s + self._elasticity.interval_s)
+
+    def _balance_by(self, when_s: float) -> None:
+        if when_s < self._balance_at:
+            self._balance_at = when_s
+            self._at(when_s, "balance", None)
+
     def _note(self, now_s: float) -> None:
         outcome = self._outcome
         outcome.times_s.append(now_s)
@@ -267,3 +312,6 @@ class Simulation:
         outcome.held_cu.append(self._taken)
         outcome.total_cu.append(math.fsum(books.cu_total for books in self._books.values()))
         outcome.waiting.append(self._policy.waiting)
+        if outcome.moves is not None:
+            outcome.moves.elastic_cu.append(self._elastic)
+            outcome.moves.nodes.append(self._provided)

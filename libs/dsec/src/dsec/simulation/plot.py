@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dsec.simulation.engine import Outcome
+from dsec.simulation.outcome import Outcome
 from dsec.simulation.report import Report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def plot(results: Sequence[tuple[Report, Outcome]], until_s: float, path: Path) -> None:
     """Write a PNG: use and waiting over time, waits, cost and fairness beside each other.
+
+    Where there is an elastic engine, also what leases hold beyond their promise, and the nodes of
+    the provider.
 
     Needs matplotlib (the extra ``simulate``).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  an extra
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    figure = Figure(figsize=(12, 9), layout="constrained")
+    is_elastic = any(outcome.moves for _, outcome in results)
+    figure = Figure(figsize=(12, 12.5 if is_elastic else 9), layout="constrained")
     FigureCanvasAgg(figure)
-    used, waiting, waits, summary = figure.subplots(2, 2).flat
+    used, waiting, waits, summary, *elastic = figure.subplots(3 if is_elastic else 2, 2).flat
+    if is_elastic:
+        _plot_elastic(elastic, results, until_s)
     for told, outcome in results:
         hours = [time / 3600 for time in outcome.times_s if time <= until_s]
         parts = [
@@ -55,3 +65,32 @@ def plot(results: Sequence[tuple[Report, Outcome]], until_s: float, path: Path) 
     summary.margins(y=0.25)
     summary.legend(loc="upper center", ncols=2, fontsize="small")
     figure.savefig(path, dpi=110)
+
+
+def _plot_elastic(
+    axes: Sequence[Axes], results: Sequence[tuple[Report, Outcome]], until_s: float
+) -> None:
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415  an extra
+
+    shares, nodes = axes
+    for told, outcome in results:
+        moves = outcome.moves
+        if moves is None:
+            continue
+        hours = [time / 3600 for time in outcome.times_s if time <= until_s]
+        parts = [
+            100 * max(0.0, elastic) / total if total else 0.0
+            for elastic, total in zip(moves.elastic_cu, outcome.total_cu, strict=True)
+        ]
+        shares.step(hours, parts[: len(hours)], where="post", linewidth=0.9, label=told.policy)
+        nodes.step(hours, moves.nodes[: len(hours)], where="post", linewidth=1.2, label=told.policy)
+    shares.set(
+        title="Held beyond what was promised", xlabel="hours", ylabel="% of all Compute Units"
+    )
+    shares.set_ylim(bottom=0)
+    nodes.set(title="Nodes of the provider", xlabel="hours", ylabel="nodes")
+    nodes.set_ylim(bottom=0)
+    nodes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    for ax in axes:
+        ax.legend(loc="best", fontsize="small")
+        ax.grid(alpha=0.3)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from dsec.simulation.engine import Grant
 from dsec.simulation.work import Work
 from dsec_broker.books import Books
+from dsec_broker.record import Lease
+from dsec_common.compute.conservation import is_other_capacity, rank_of
 from dsec_common.compute.model import WHOLE_PERCENT, Slice, part_of_card
 from dsec_scheduler.asks import (
     Ask,
     Asked,
+    HeldUnits,
+    LeasesRefused,
     LeasesTaken,
     RoundDue,
     Solve,
@@ -27,14 +32,27 @@ from dsec_scheduler.solving.problem import NodeCapacity
 
 
 class Scheduler:
-    """The scheduler's queues and solver, as they are."""
+    """The scheduler's queues and solver, as they are.
+
+    Args:
+        rules: of the queues.
+        prices: of a unit for an hour, by model.
+        solve_s: how long the solver may take.
+        leases_yield: whether leases give realtime work what they have beyond their promise.
+    """
 
     def __init__(
-        self, rules: QueueRules, prices: Mapping[str, float], solve_s: float = math.inf
+        self,
+        rules: QueueRules,
+        prices: Mapping[str, float],
+        solve_s: float = math.inf,
+        *,
+        leases_yield: bool = False,
     ) -> None:
         self._room = WaitingRoom(rules)
         self._prices = prices
         self._solve_s = solve_s
+        self._leases_yield = leases_yield
         self._asks: dict[str, int] = {}
         self._works: dict[int, Work] = {}
 
@@ -68,6 +86,10 @@ class Scheduler:
         """Tell the queues."""
         self._room.handle(LeasesTaken(self._asks[work.name]))
 
+    def refused(self, work: Work) -> None:
+        """Tell the queues."""
+        self._room.handle(LeasesRefused(self._asks[work.name]))
+
     def _handle(self, event: WaitingEvent, now_s: float) -> list[Grant]:
         grants: list[Grant] = []
         effects: list[WaitingEffect] = self._room.handle(event)
@@ -80,22 +102,48 @@ class Scheduler:
                     effects += self._room.handle(Solved(solution, now_s))
                 case TakeLeases():
                     work = self._works[effect.ask_id]
-                    grants += [Grant(work, part.node, part.slices) for part in effect.parts]
+                    # Where room is made, the broker says with which slices.
+                    grants += [
+                        Grant(work, part.node, () if effect.makes_room else part.slices)
+                        for part in effect.parts
+                    ]
         return grants
 
     def _world(self, books: Mapping[str, Books]) -> World:
         nodes = []
         held_cu: dict[str, float] = {}
+        yielding: dict[str, tuple[HeldUnits, ...]] = {}
+        others = set()
         for name, of_node in books.items():
             leases = of_node.leases()
             held = tuple(slice_ for lease in leases for slice_ in lease.slices)
             nodes.append(NodeCapacity(name, of_node.cards, held))
             for lease in leases:
                 held_cu[lease.project] = held_cu.get(lease.project, 0.0) + lease.cu
-        return World(nodes=tuple(nodes), held_cu=held_cu, prices=self._prices)
+            if self._leases_yield:
+                yielding[name] = tuple(map(_held, leases))
+            if is_other_capacity(of_node.record().heartbeat.labels):
+                others.add(name)
+        return World(
+            nodes=tuple(nodes),
+            held_cu=held_cu,
+            prices=self._prices,
+            leases=yielding,
+            others=frozenset(others),
+        )
 
 
-class _InOrder:
+def _held(lease: Lease) -> HeldUnits:
+    return HeldUnits(
+        cu=lease.cu,
+        since=lease.granted_at,
+        slices=lease.slices,
+        demand=lease.demand,
+        rank=rank_of(lease.service_class, lease.priority),
+    )
+
+
+class _InOrder(ABC):
     """Everybody in the order of coming, each on the first node that has room; who finds none waits.
 
     Whoever comes later and finds room goes past, as in Kubernetes.
@@ -132,9 +180,12 @@ class _InOrder:
         """Leave the line."""
         del self._line[work.name]
 
+    def refused(self, work: Work) -> None:  # noqa: B027  nobody has left the line
+        """Stay in line."""
+
+    @abstractmethod
     def find(self, work: Work, books: Books) -> tuple[Slice, ...] | None:
         """Return slices of one node, or None."""
-        raise NotImplementedError
 
 
 class FirstFit(_InOrder):

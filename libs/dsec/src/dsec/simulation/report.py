@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
-from dsec.simulation.engine import Outcome
+from dsec.simulation.outcome import Moves, Outcome
 from dsec_common.compute.model import ServiceClass
+
+SPANS: Final = 48
+"""Of equal length, in which what changes over time is told."""
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +32,29 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     in_sla: float
 
 
+class Elastic(msgspec.Struct, frozen=True, kw_only=True):
+    """What the elastic engine did.
+
+    Attributes:
+        shrinks, recoveries: how often a lease got fewer units, or more.
+        share: units that leases held beyond what was promised to them, as a part of all that there
+            are, over the window.
+        share_over_time: the same in each of :data:`SPANS` spans from the start to the last arrival.
+        nodes_ordered, nodes_given_up: nodes of the provider.
+        nodes_most: so many of them at once.
+        node_hours: how long they were there in all, with or without work.
+    """
+
+    shrinks: int
+    recoveries: int
+    share: float
+    share_over_time: tuple[float, ...]
+    nodes_ordered: int
+    nodes_given_up: int
+    nodes_most: int
+    node_hours: float
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one policy.
 
@@ -37,6 +64,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         cost_per_cu_hour: price of all that was held for each CU-hour of useful work.
         fairness: Jain's index of what projects got of what they asked for: 1 when each got the same
             part of its own, 1/n when one of n got all.
+        elastic: None where leases keep what they were granted.
     """
 
     policy: str
@@ -48,6 +76,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     cost_per_cu_hour: float
     fairness: float
     served_by_project: dict[str, float]
+    elastic: Elastic | None = None
 
 
 def report(
@@ -62,10 +91,7 @@ def report(
     useful = _integral(outcome.times_s, outcome.useful_cu, from_s, until_s)
     held = _integral(outcome.times_s, outcome.held_cu, from_s, until_s)
     served = _served_by_project(outcome, until_s)
-    hours = sum(
-        it.useful_cu * (min(it.ended_s, outcome.times_s[-1]) - it.started_s) / 3600
-        for it in outcome.served
-    )
+    hours = sum(it.useful_cu_s(outcome.times_s[-1]) / 3600 for it in outcome.served)
     return Report(
         policy=policy,
         utilisation=useful / total if total else 0.0,
@@ -76,6 +102,28 @@ def report(
         cost_per_cu_hour=outcome.cost / hours if hours else 0.0,
         fairness=_jain(list(served.values())),
         served_by_project=served,
+        elastic=_elastic(outcome, outcome.moves, from_s, until_s) if outcome.moves else None,
+    )
+
+
+def _elastic(outcome: Outcome, moves: Moves, from_s: float, until_s: float) -> Elastic:
+    def share(start_s: float, end_s: float) -> float:
+        total = _integral(outcome.times_s, outcome.total_cu, start_s, end_s)
+        elastic = _integral(outcome.times_s, moves.elastic_cu, start_s, end_s)
+        # A sum of what came and went is not exactly nothing in the end.
+        return max(0.0, elastic) / total if total else 0.0
+
+    span_s = until_s / SPANS
+    node_s = _integral(outcome.times_s, moves.nodes, 0.0, outcome.times_s[-1])
+    return Elastic(
+        shrinks=moves.shrinks,
+        recoveries=moves.recoveries,
+        share=share(from_s, until_s),
+        share_over_time=tuple(share(at * span_s, (at + 1) * span_s) for at in range(SPANS)),
+        nodes_ordered=moves.ordered,
+        nodes_given_up=moves.given_up,
+        nodes_most=max(moves.nodes, default=0),
+        node_hours=node_s / 3600,
     )
 
 
@@ -128,8 +176,7 @@ def _served_by_project(outcome: Outcome, until_s: float) -> dict[str, float]:
     for served in outcome.served:
         work = served.work
         asked[work.project] = asked.get(work.project, 0.0) + work.cu_seconds
-        worked_s = max(0.0, min(served.ended_s, until_s) - served.started_s)
-        got[work.project] = got.get(work.project, 0.0) + served.useful_cu * worked_s
+        got[work.project] = got.get(work.project, 0.0) + served.useful_cu_s(until_s)
     for work in outcome.left:
         asked[work.project] = asked.get(work.project, 0.0) + work.cu_seconds
     return {project: got.get(project, 0.0) / asked[project] for project in sorted(asked)}

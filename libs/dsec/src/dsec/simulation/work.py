@@ -72,12 +72,27 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     priority: int = 0
 
 
+class Surge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """More of some kinds for a while, on top of a mix.
+
+    Attributes:
+        times: so many times as much of them arrives.
+        kinds: names; empty for all.
+    """
+
+    from_hour: Amount
+    until_hour: Positive
+    times: Annotated[float, msgspec.Meta(ge=1, le=1e6)]
+    kinds: tuple[str, ...] = ()
+
+
 class Mix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Arrivals at random moments (a Poisson process), its rate swinging over the day.
 
     Attributes:
         hours: how long work arrives.
-        load: the units that the work needs on average, as a part of the cluster's.
+        load: the units that the work needs on average, as a part of the cluster's; a surge comes
+            on top.
         swing: how far the rate goes above and below its average within a day, 0 to 1.
     """
 
@@ -85,6 +100,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     hours: Positive = 8.0
     load: Positive = 0.9
     swing: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    surge: Surge | None = None
     seed: int = 1
 
 
@@ -99,7 +115,9 @@ def draw(mix: Mix, total_cu: float) -> list[Work]:
     sample = [_draw_one(source, mix.kinds, shares, "", 0.0) for _ in range(4000)]
     mean = math.fsum(work.demand.max_cu * work.duration_s for work in sample) / len(sample)
     rate = mix.load * total_cu / mean
-    expected = rate * mix.hours * 3600
+    surging = _surging(mix)
+    peak = math.fsum(surging) / math.fsum(shares)
+    expected = rate * (mix.hours + _surge_hours(mix) * (peak - 1)) * 3600
     if not expected <= WORKS_MAX:
         raise ValueError(
             f"the mix asks for about {expected:.3g} sandboxes; at most {WORKS_MAX} are simulated: "
@@ -109,12 +127,28 @@ def draw(mix: Mix, total_cu: float) -> list[Work]:
     at_s = 0.0
     while True:
         # Thinning: candidates at the highest rate, each kept with the moment's part of it.
-        at_s += source.expovariate(rate * (1 + mix.swing))
+        at_s += source.expovariate(rate * (1 + mix.swing) * peak)
         if at_s >= mix.hours * 3600:
             return found
-        now = 1 + mix.swing * math.sin(2 * math.pi * at_s / 86400)
-        if source.random() * (1 + mix.swing) < now:
-            found.append(_draw_one(source, mix.kinds, shares, f"w{len(found)}", at_s))
+        surges = mix.surge and mix.surge.from_hour <= at_s / 3600 < mix.surge.until_hour
+        now = (1 + mix.swing * math.sin(2 * math.pi * at_s / 86400)) * (peak if surges else 1)
+        if source.random() * (1 + mix.swing) * peak < now:
+            parts = surging if surges else shares
+            found.append(_draw_one(source, mix.kinds, parts, f"w{len(found)}", at_s))
+
+
+def _surging(mix: Mix) -> list[float]:
+    """Return the shares of the kinds in a surge."""
+    surge = mix.surge
+    return [
+        kind.share * (surge.times if surge and (not surge.kinds or kind.name in surge.kinds) else 1)
+        for kind in mix.kinds
+    ]
+
+
+def _surge_hours(mix: Mix) -> float:
+    surge = mix.surge
+    return max(0.0, min(surge.until_hour, mix.hours) - surge.from_hour) if surge else 0.0
 
 
 def _draw_one(

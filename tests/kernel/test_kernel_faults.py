@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import errno
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -22,10 +20,7 @@ from dsec_sandboxd.kernel import spawner as spawner_module
 from dsec_sandboxd.kernel.cgroups import LimitText
 from dsec_sandboxd.kernel.interface import EndCause, SandboxEnded
 from dsec_sandboxd.kernel.linux import PROGRAMS, LinuxKernel
-from dsec_sandboxd.kernel.protocol import CREATE_HAS_RUN_MOUNT, SpawnerKind, SpawnerRequest
-from dsec_sandboxd.kernel.spawner import Spawner
 from kernel_world import (
-    MIB,
     NODE,
     UNIFIED,
     Layers,
@@ -35,57 +30,6 @@ from kernel_world import (
     wait_until_dead,
 )
 
-BASE_ID = 0x7000_0000
-RAW = UNIFIED / f"dsec-{NODE}-raw"
-
-
-@pytest.fixture
-async def spawner(layers: Layers) -> AsyncIterator[Spawner]:
-    """A spawner of its own with the base as layer 0."""
-    started = await Spawner.start(PROGRAMS / "spawner", PROGRAMS / "pid1")
-    image = os.open(layers.base, os.O_RDONLY)
-    try:
-        await started.request(SpawnerRequest(kind=SpawnerKind.HOLD, layer=0), [image])
-        yield started
-    finally:
-        os.close(image)
-        await started.stop()
-
-
-@pytest.fixture
-def group() -> Iterator[int]:
-    """A node's v2 directory; whatever is left in it is killed."""
-    path = RAW
-    path.mkdir()
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    yield descriptor
-    os.close(descriptor)
-    (path / "cgroup.kill").write_text("1")
-    subprocess.run(
-        [
-            "sh",
-            "-c",
-            'while ! rmdir "$0" 2>/dev/null; do rmdir "$0"/*/ 2>/dev/null; sleep 0.01; done',
-            path,
-        ],
-        check=True,
-        timeout=10,
-    )
-
-
-def create_request(**changes: object) -> SpawnerRequest:
-    values: dict[str, object] = {
-        "kind": SpawnerKind.CREATE,
-        "slot": 0,
-        "base_id": BASE_ID,
-        "layers": [0],
-        "disk_bytes": 4 * MIB,
-        "inodes": 100,
-        "hostname": "raw",
-        "cgroup": "sandbox",
-    }
-    return SpawnerRequest(**(values | changes))  # type: ignore[arg-type]  # a test's shorthand
-
 
 async def failure_of(work: Awaitable[None]) -> DsecError | None:
     """Return the typed error that some work ends with, or None."""
@@ -94,81 +38,6 @@ async def failure_of(work: Awaitable[None]) -> DsecError | None:
     except DsecError as error:
         return error
     return None
-
-
-async def held(spawner: Spawner) -> int:
-    # It answers before it closes what a request brought: one more answer, and all is closed.
-    await spawner.request(SpawnerRequest(kind=SpawnerKind.RELEASE, slot=0))
-    return len(descriptors_of(spawner.pid))
-
-
-@pytest.mark.parametrize(
-    ("changes", "step", "error"),
-    [
-        ({"layers": [1]}, "protocol", errno.ENOENT),
-        ({"layers": []}, "protocol", errno.EINVAL),
-        ({"layers": [5000]}, "protocol", errno.ENOENT),
-        ({"base_id": 0}, "protocol", errno.EINVAL),
-        ({"base_id": 65535}, "protocol", errno.EINVAL),
-        ({"base_id": 0xFFFF_FFFF}, "protocol", errno.EINVAL),
-        ({"slot": 4096}, "protocol", errno.EINVAL),
-        ({"hostname": "x" * 64}, "protocol", errno.EINVAL),
-        ({"controllers": 2}, "protocol", errno.EINVAL),
-        ({"flags": CREATE_HAS_RUN_MOUNT}, "protocol", errno.EINVAL),
-        ({"disk_bytes": 0}, "protocol", errno.EINVAL),
-        ({"cgroup": ""}, "protocol", errno.EINVAL),
-        ({"cgroup": ".."}, "protocol", errno.EINVAL),
-        ({"cgroup": "a/b"}, "protocol", errno.EINVAL),
-        ({"cgroup": "x" * 80}, "protocol", errno.EINVAL),
-        ({"limit_texts": [LimitText(1, "pids.max", b"1")]}, "protocol", errno.EINVAL),
-        ({"limit_texts": [LimitText(200, "pids.max", b"1")]}, "protocol", errno.EINVAL),
-        ({"limit_texts": [LimitText(0, "../cgroup.freeze", b"1")]}, "protocol", errno.EINVAL),
-        ({"limit_texts": [LimitText(0, "x" * 2000, b"1")]}, "protocol", errno.EINVAL),
-        ({"limit_texts": [LimitText(0, "no.such", b"1")]}, "cgroup_limit", errno.ENOENT),
-        ({"limit_texts": [LimitText(0, "cgroup.freeze", b"?")]}, "cgroup_limit", errno.EINVAL),
-    ],
-)
-async def test_a_wrong_request_names_what_is_wrong_and_leaves_nothing(
-    spawner: Spawner, group: int, changes: dict[str, object], step: str, error: int
-) -> None:
-    await spawner.request(SpawnerRequest(kind=SpawnerKind.WARM, slot=0, base_id=BASE_ID))
-    before = await held(spawner)
-    with pytest.raises(DsecError) as caught:
-        await spawner.request(create_request(**changes), [group])
-    assert caught.value.details["operation"] == step
-    assert caught.value.details["errno"] == errno.errorcode[error]
-    assert await held(spawner) == before
-    assert [path for path in RAW.iterdir() if path.is_dir()] == []
-
-
-async def test_a_failed_step_of_the_spawner_kills_the_child_and_closes_everything(
-    spawner: Spawner, group: int, tmp_path: Path
-) -> None:
-    await spawner.request(SpawnerRequest(kind=SpawnerKind.WARM, slot=0, base_id=BASE_ID))
-    before = await held(spawner)
-    somewhere = os.open(tmp_path, os.O_RDONLY)
-    cases = [
-        ("clone", create_request(), [somewhere]),
-        ("cgroup_make", create_request(controllers=1), [group, somewhere]),
-        ("overlay", create_request(layers=[0] * 16), [group]),
-    ]
-    try:
-        for step, request, descriptors in cases:
-            future = spawner.send(request, descriptors)
-            reply, received = await future
-            if step == "overlay" and not reply.error:  # the same layer many times is possible
-                for descriptor in received:
-                    os.close(descriptor)
-                await spawner.request(SpawnerRequest(kind=SpawnerKind.RELEASE, slot=0))
-                continue
-            again = dataclasses.replace(request, cgroup="again")  # the first may not be dead yet
-            with pytest.raises(DsecError) as caught:
-                await spawner.request(again, descriptors)
-            assert caught.value.details["operation"] == step
-            assert await held(spawner) == before, step
-            assert os.listdir(somewhere) == []  # noqa: PTH208  a descriptor
-    finally:
-        os.close(somewhere)
 
 
 async def test_a_name_that_a_cgroup_has_is_a_conflict_and_that_one_stays(world: World) -> None:
@@ -221,28 +90,6 @@ async def test_a_spawner_out_of_descriptors_refuses_and_leaves_nothing(world: Wo
     assert refused
     await world.create()
     assert await world.say("echo fine") == "fine"
-
-
-async def test_a_step_of_the_child_that_fails_is_named_on_the_control_socket(
-    world: World, group: int, spawner: Spawner
-) -> None:
-    # A plain directory is no detached mount: moving it to /run/dsec fails inside.
-    not_a_mount = os.open(world.directory, os.O_RDONLY)
-    try:
-        _, received = await spawner.request(
-            create_request(flags=CREATE_HAS_RUN_MOUNT), [group, not_a_mount]
-        )
-    finally:
-        os.close(not_a_mount)
-    from dsec_sandboxd.kernel.init import InitClient  # noqa: PLC0415  only here
-
-    pidfd, control = received
-    client = InitClient(control, lambda: None)
-    with pytest.raises(DsecError) as caught:
-        await client.ready
-    assert caught.value.details["operation"] == "run_mount"
-    client.close()
-    os.close(pidfd)
 
 
 async def test_an_init_that_cannot_be_executed_is_an_error_without_leftovers(

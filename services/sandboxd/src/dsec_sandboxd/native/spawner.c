@@ -4,12 +4,14 @@
  *   spawner SOCKET_FD INIT_PATH FILTER_FD
  *
  * It answers one request at a time and ends with its daemon (end of file on the socket, or the daemon's
- * death). Sandboxes live on: their control sockets are their own.
+ * death). Sandboxes live on: their control sockets are their own. While it waits for a child to start, it
+ * makes the cgroups of the next one.
  */
 #include "spawner.h"
 
 #include <poll.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
@@ -24,6 +26,19 @@
 static struct host host;
 static struct slot slots[DSEC_SLOTS_MAX];
 static int layers[DSEC_LAYER_HANDLES];
+static int intake; /* the socket to the daemon */
+
+/* A request, and the cgroups that were made for it before its turn, or why they were not. */
+struct turn {
+    struct spawner_request request;
+    int fds[DSEC_DESCRIPTORS_MAX], count;
+    ssize_t size;
+    bool is_here, is_over, has_groups;
+    int result;
+    struct groups groups;
+    struct failure failure;
+};
+static struct turn turns[2], *next = &turns[0];
 
 int fail(struct failure *failure, enum dsec_step step)
 {
@@ -104,15 +119,21 @@ static int is_name(const char *name, size_t capacity)
     return memchr(name, 0, capacity) && *name && strcmp(name, ".") && strcmp(name, "..") && !strchr(name, '/');
 }
 
+/* Whether a creation is well formed, whatever is there. */
+static bool is_creation(const struct spawner_request *request, int count)
+{
+    return request->layer_count >= 1 && request->layer_count <= DSEC_LAYERS_MAX &&
+           request->controller_count <= DSEC_CONTROLLERS_MAX &&
+           count == 1 + (int)request->controller_count + EXTRA_MOUNTS(request) &&
+           memchr(request->hostname, 0, sizeof request->hostname) && request->disk_bytes && request->inodes &&
+           is_name(request->cgroup, sizeof request->cgroup) && request->settings_bytes <= sizeof request->settings;
+}
+
 static int check_create(const struct spawner_request *request, int *layer_fds, int count, struct failure *failure)
 {
     if (check_slot(request, failure) < 0)
         return -1;
-    if (request->layer_count < 1 || request->layer_count > DSEC_LAYERS_MAX ||
-        request->controller_count > DSEC_CONTROLLERS_MAX ||
-        count != 1 + (int)request->controller_count + EXTRA_MOUNTS(request) ||
-        !memchr(request->hostname, 0, sizeof request->hostname) || !request->disk_bytes || !request->inodes ||
-        !is_name(request->cgroup, sizeof request->cgroup) || request->settings_bytes > sizeof request->settings)
+    if (!is_creation(request, count))
         return refuse(failure, EINVAL);
     for (uint32_t i = 0; i < request->layer_count; i++) {
         if (request->layers[i] >= DSEC_LAYER_HANDLES || !layers[request->layers[i]])
@@ -160,6 +181,27 @@ static pid_t clone_child(const struct child_plan *plan, const struct slot *slot,
     return pid;
 }
 
+static void receive(struct turn *turn, int flags)
+{
+    memset(&turn->request, 0, sizeof turn->request);
+    turn->size = packet_receive(intake, &turn->request, sizeof turn->request, turn->fds, &turn->count, flags);
+    turn->has_groups = false;
+    turn->is_here = turn->size >= 0 || errno != EAGAIN;
+    turn->is_over = turn->size == 0 || (turn->size < 0 && errno != EMSGSIZE && errno != EAGAIN);
+}
+
+/* Make the cgroups of what is asked for next, if that is known already and is a sandbox. */
+static void look_ahead(void)
+{
+    if (!next->is_here)
+        receive(next, MSG_DONTWAIT);
+    if (next->has_groups || next->size != (ssize_t)sizeof next->request || next->request.kind != SPAWNER_CREATE ||
+        !is_creation(&next->request, next->count))
+        return;
+    next->result = groups_make(&next->request, next->fds, &next->groups, &next->failure);
+    next->has_groups = true;
+}
+
 /*
  * Wait until the child has spoken or is dead. Its end of the socket is open in our table too, so that a child
  * killed before its first word (by the memory limit, say) would not end the wait, and nothing could be created
@@ -169,6 +211,7 @@ static int wait_for_child(int host_end, int pidfd)
 {
     struct pollfd polled[2] = {{.fd = host_end, .events = POLLIN}, {.fd = pidfd, .events = POLLIN}};
     int count;
+    look_ahead();
     do
         count = poll(polled, 2, CHILD_TIMEOUT_MS);
     while (count < 0 && errno == EINTR);
@@ -249,25 +292,30 @@ static int give_birth(const struct spawner_request *request, const int *layer_fd
     return 0;
 }
 
-static int create(const struct spawner_request *request, const int *fds, int count,
-                  struct spawner_reply *reply, int *reply_fds, struct failure *failure)
+static int create(struct turn *turn, struct spawner_reply *reply, int *reply_fds, struct failure *failure)
 {
+    const struct spawner_request *request = &turn->request;
     int layer_fds[DSEC_LAYERS_MAX];
-    struct groups groups;
 
-    if (check_create(request, layer_fds, count, failure) < 0 ||
-        slot_warm(&slots[request->slot], request->base_id, host.own_network_fd, failure) < 0)
-        return -1;
-    if (groups_make(request, fds, &groups, failure) < 0) {
-        reply->detail = groups.written;
-        return -1;
-    }
-    const int *extra_fds = fds + count - EXTRA_MOUNTS(request);
-    if (give_birth(request, layer_fds, &groups, extra_fds, reply, reply_fds, failure) < 0) {
-        groups_remove(request, fds, &groups);
+    if (check_create(request, layer_fds, turn->count, failure) < 0 ||
+        slot_warm(&slots[request->slot], request->base_id, host.own_network_fd, failure) < 0) {
+        if (turn->has_groups && turn->result == 0)
+            groups_remove(request, turn->fds, &turn->groups);
         return -1;
     }
-    groups_close(&groups);
+    if (!turn->has_groups)
+        turn->result = groups_make(request, turn->fds, &turn->groups, &turn->failure);
+    if (turn->result < 0) {
+        reply->detail = turn->groups.written;
+        *failure = turn->failure;
+        return -1;
+    }
+    const int *extra_fds = turn->fds + turn->count - EXTRA_MOUNTS(request);
+    if (give_birth(request, layer_fds, &turn->groups, extra_fds, reply, reply_fds, failure) < 0) {
+        groups_remove(request, turn->fds, &turn->groups);
+        return -1;
+    }
+    groups_close(&turn->groups);
     return 0;
 }
 
@@ -344,60 +392,63 @@ static int snapshot(const struct spawner_request *request, const int *fds, int c
 }
 
 /* Answer one request. Returns -1 when the daemon is gone. */
-static int serve(int socket_fd)
+static int serve(void)
 {
-    struct spawner_request request;
+    struct turn *turn = next;
+    const struct spawner_request *request = &turn->request;
     struct spawner_reply reply = {0};
     struct failure failure = {STEP_NONE, 0};
-    int fds[DSEC_DESCRIPTORS_MAX], count = 0, reply_fds[2] = {-1, -1}, result;
+    int reply_fds[2] = {-1, -1}, result;
 
-    memset(&request, 0, sizeof request);
-    ssize_t size = packet_receive(socket_fd, &request, sizeof request, fds, &count, 0);
-    if (size == 0 || (size < 0 && errno != EMSGSIZE))
+    if (!turn->is_here)
+        receive(turn, 0);
+    if (turn->is_over)
         return -1;
-    if (size != (ssize_t)sizeof request) {
+    next = &turns[turn == &turns[0]];
+    next->is_here = false;
+    if (turn->size != (ssize_t)sizeof *request) {
         result = refuse(&failure, EPROTO);
     } else {
-        switch (request.kind) {
+        switch (request->kind) {
         case SPAWNER_HOLD:
-            result = hold(&request, fds, count, &failure);
+            result = hold(request, turn->fds, turn->count, &failure);
             break;
         case SPAWNER_DROP:
-            result = drop(&request, &failure);
+            result = drop(request, &failure);
             break;
         case SPAWNER_WARM:
-            result = check_slot(&request, &failure);
+            result = check_slot(request, &failure);
             if (result == 0)
-                result = slot_warm(&slots[request.slot], request.base_id, host.own_network_fd, &failure);
+                result = slot_warm(&slots[request->slot], request->base_id, host.own_network_fd, &failure);
             break;
         case SPAWNER_CREATE:
-            result = create(&request, fds, count, &reply, reply_fds, &failure);
+            result = create(turn, &reply, reply_fds, &failure);
             break;
         case SPAWNER_RELEASE:
-            result = release(&request, &failure);
+            result = release(request, &failure);
             break;
         case SPAWNER_ADOPT:
-            result = adopt(&request, fds, count, &failure);
+            result = adopt(request, turn->fds, turn->count, &failure);
             break;
         case SPAWNER_SNAPSHOT:
-            result = snapshot(&request, fds, count, reply_fds, &failure);
+            result = snapshot(request, turn->fds, turn->count, reply_fds, &failure);
             break;
         case SPAWNER_RESIZE:
-            result = resize_made(&request, count, &failure);
+            result = resize_made(request, turn->count, &failure);
             break;
         default:
             result = refuse(&failure, EPROTO);
         }
     }
-    reply.kind = request.kind;
-    reply.request_id = request.request_id;
+    reply.kind = request->kind;
+    reply.request_id = request->request_id;
     reply.error = result < 0 ? failure.error : 0;
     reply.step = result < 0 ? failure.step : STEP_NONE;
-    int sent = packet_send(socket_fd, &reply, sizeof reply, reply_fds, reply_fds[0] >= 0 ? 2 : 0, 0);
+    int sent = packet_send(intake, &reply, sizeof reply, reply_fds, reply_fds[0] >= 0 ? 2 : 0, 0);
     close_if_open(reply_fds[0]);
     close_if_open(reply_fds[1]);
-    for (int i = 0; i < count; i++)
-        close(fds[i]);
+    for (int i = 0; i < turn->count; i++)
+        close(turn->fds[i]);
     return sent;
 }
 
@@ -433,12 +484,13 @@ int main(int argc, char **argv)
      * the daemon would not see us die. */
     if (!failure.error && (socket_fd = make_long_lived(socket_fd)) < 0)
         return 1;
+    intake = socket_fd;
 
     struct spawner_reply hello = {.error = failure.error, .step = failure.step, .pid = getpid(),
                                   .detail = DSEC_SPAWNER_PROTOCOL};
     if (packet_send(socket_fd, &hello, sizeof hello, NULL, 0, 0) < 0 || failure.error)
         return 1;
-    while (serve(socket_fd) == 0)
+    while (serve() == 0)
         ;
     return 0;
 }

@@ -129,7 +129,7 @@ async def world() -> AsyncIterator[World]:
 
 
 async def test_an_agent_is_registered_listed_and_inspected(world: World) -> None:
-    contract = {"name": "bot", "capabilities": [{"tool": "http_client"}]}
+    contract = {"name": "bot", "capabilities": [{"tool": "calculator"}]}
     await world.agents.register(
         "bot", "1", description="répond", contract=contract, permissions=[NETWORK_ACCESS]
     )

@@ -73,6 +73,26 @@ def test_the_agents_contract_gives_schemas_command_and_retries() -> None:
     assert (step.retry.max_attempts, step.retry.factor, step.retry.jitter) == (3, 1.0, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("own", "said", "meant"),
+    [(None, None, 60), (None, "2min", 120), (5, "2min", 5), (500, "5s", 5)],
+)
+def test_an_attempt_takes_no_longer_than_its_step_and_its_contract_say(
+    own: float | None, said: str | None, meant: float
+) -> None:
+    contract = {"lifecycle": {"timeout": said}}
+    spec = DagSpec(name="dag", input=TEXT, steps={"a": _step(timeout_s=own)})
+    planned = plan(spec, {"a": AgentContract(version="1", contract=contract)}, Converters())
+    assert planned.steps["a"].timeout_s == meant
+
+
+def test_a_contract_from_before_they_were_checked_is_taken_for_what_it_says_right() -> None:
+    contract = {"command": ["/bin/agent"], "misspelt": 1}
+    spec = DagSpec(name="dag", input=TEXT, steps={"a": _step(command=())})
+    planned = plan(spec, {"a": AgentContract(version="1", contract=contract)}, Converters())
+    assert planned.steps["a"].command == ("/bin/agent",)
+
+
 def test_a_mismatch_is_found_before_anything_runs() -> None:
     with pytest.raises(DsecError, match="text_to_integer would lose") as caught:
         _plan(a=_step(), b=_step("a", input={"type": "integer"}))
@@ -163,11 +183,12 @@ SCHEMAS = st.recursive(
     [
         {"command": 5},
         {"command": "echo hello"},
-        {"command": ["sleep", 5]},
+        {"command": ["sleep", True]},
+        {"lifecycle": {"timeout": 120}},
         {"lifecycle": "long"},
         {"lifecycle": {"retry_policy": [3]}},
         {"lifecycle": {"retry_policy": {"max_attempts": "three"}}},
-        {"lifecycle": {"retry_policy": {"max_attempts": None}}},
+        {"lifecycle": {"retry_policy": {"max_attempts": 0}}},
         {"lifecycle": {"retry_policy": {"backoff": "sometimes"}}},
         {"lifecycle": {"retry_policy": {"jitter": "full"}}},
     ],

@@ -13,6 +13,7 @@ import msgspec
 from dsec.agents import Agents
 from dsec.channel import ANSWER_PATIENCE_S, AWAY_S, Channel
 from dsec.connection import Context, resolve_connection
+from dsec.contracts import Given
 from dsec.creating import (
     CreateOptions,
     command_of,
@@ -182,6 +183,7 @@ class DSecClient(Functions, Readings, Waits):
         gpu: GpuDemand | None = None,
         service_class: ServiceClass | str = ServiceClass.STANDARD,
         priority: int = 0,
+        contract: Given | None = None,
         request_id: str = "",
         timeout_s: float = 30.0,
     ) -> Sandbox:
@@ -224,6 +226,8 @@ class DSecClient(Functions, Readings, Waits):
             gpu: what it needs of a node's GPUs; it waits for them for ``timeout_s``.
             service_class: ``realtime``, ``standard`` or ``batch``: in which queue it waits.
             priority: among the project's own that wait; the higher goes first.
+            contract: an agent's, by its path or as a mapping: what the request leaves open is as it
+                says, and more than it allows is ``denied``.
             request_id: by which :meth:`explain_waiting` and :meth:`cancel_waiting` know it while it
                 waits; by default one of its own.
             timeout_s: how long to wait for the sandbox.
@@ -258,6 +262,7 @@ class DSecClient(Functions, Readings, Waits):
             gpu=gpu,
             service_class=service_class,
             priority=priority,
+            contract=contract,
             request_id=request_id,
             timeout_s=timeout_s,
         )
@@ -356,6 +361,7 @@ class DSecClient(Functions, Readings, Waits):
         gpu: GpuDemand | None = None,
         service_class: ServiceClass | str = ServiceClass.STANDARD,
         priority: int = 0,
+        contract: Given | None = None,
         request_id: str = "",
         timeout_s: float = 300.0,
     ) -> Sandbox:
@@ -389,6 +395,7 @@ class DSecClient(Functions, Readings, Waits):
             gpu=gpu,
             service_class=service_class,
             priority=priority,
+            contract=contract,
             request_id=request_id,
             timeout_s=timeout_s,
         )

@@ -1,50 +1,104 @@
-"""Contracts of agents as their authors write them: YAML of which the registry needs a little."""
+"""Contracts of agents (ASDL) as files, and as whatever else a caller has of one."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dsec.recipes import read_yaml_file
+from dsec_common.asdl.documents import TEXT_CHARACTERS_MAX
+from dsec_common.asdl.model import Capability, Contract
+from dsec_common.asdl.reading import Read, checked, json_schema, read_text, read_value
+from dsec_common.asdl.terms import USUAL_TIMEOUT_S, Terms, ToolTerms, terms_of, under
 from dsec_common.errors import invalid
-from dsec_common.yaml_text import text_of
+from dsec_common.wire.sandbox import CreateSandbox
+
+__all__ = [
+    "Capability",
+    "Contract",
+    "Given",
+    "Terms",
+    "ToolTerms",
+    "contract_of",
+    "json_schema",
+    "lint_contract",
+    "read_contract",
+    "terms_of",
+    "under_contract",
+]
+
+Given = Contract | Mapping[str, Any] | str | os.PathLike[str]
+"""A contract, what one says as plain values, or the path of a file that has one."""
 
 
-class Capability(msgspec.Struct, frozen=True):
-    """Something that an agent can do, and what it needs for that."""
+def read_contract(path: Path, *, whole: bool = True) -> tuple[dict[str, Any], Contract]:
+    """Return all that a file says, as plain values, and the contract.
 
-    permissions: tuple[str, ...] | None = None
-
-
-class Contract(msgspec.Struct, frozen=True):
-    """What of a contract is for the registry, as far as it says so."""
-
-    name: str = ""
-    version: str = ""
-    description: str | None = None
-    capabilities: tuple[Capability, ...] | None = None
-
-    @property
-    def permissions(self) -> tuple[str, ...]:
-        """What all capabilities need."""
-        every = (one for it in self.capabilities or () for one in it.permissions or ())
-        return tuple(dict.fromkeys(every))
-
-
-def read_contract(path: Path) -> tuple[dict[str, Any], Contract]:
-    """Return all that a file says, which is kept as it is, and what the registry needs of it.
+    Args:
+        path: of a file in YAML.
+        whole: name and version must be there; else others may say them.
 
     Raises:
-        DsecError: ``invalid``, naming the field.
+        DsecError: ``invalid``, with every problem on a line of its own, as
+            ``<path>:<line>:<column>: <part>: <what is wrong, and what to do>``.
     """
-    written = read_yaml_file(path, "a contract")
-    needed = dict(written)
-    if isinstance(written.get("version"), int | float):
-        # As it was written: 1.10 is another version than 1.1.
-        needed["version"] = text_of(path.read_text(encoding="utf-8"), "version")
+    read = lint_contract(path, whole=whole)
+    contract = checked(read, str(path))
+    return read.written, contract
+
+
+def lint_contract(path: Path, *, whole: bool = True) -> Read:
+    """Return what a file says, and all that is wrong with it.
+
+    Raises:
+        DsecError: ``invalid`` for a file that cannot be read as text.
+    """
+    # As many bytes as the longest contract can have, and one that says that there are more.
+    most = 4 * TEXT_CHARACTERS_MAX
     try:
-        return written, msgspec.convert(needed, Contract)
-    except msgspec.ValidationError as error:
-        raise invalid(f"{path} is no contract: {error}") from None
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise invalid(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > most:
+        raise invalid(f"{path} is too large to be a contract: at most {most} bytes are read")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise invalid(f"{path} is no text: {error}") from None
+    return read_text(text, whole=whole)
+
+
+def contract_of(given: Given) -> Contract:
+    """Return a contract in whatever form it was given.
+
+    Raises:
+        DsecError: ``invalid``, with every problem on a line of its own.
+    """
+    if isinstance(given, Contract):
+        return given
+    if isinstance(given, Mapping):
+        return checked(read_value(given, whole=False), "the contract")
+    if isinstance(given, str | os.PathLike):
+        return read_contract(Path(given), whole=False)[1]
+    raise invalid(f"contract is a {type(given).__name__}: give a path, a mapping or a Contract")
+
+
+def under_contract(request: CreateSandbox, given: Given) -> CreateSandbox:
+    """Return a request for a sandbox with what it leaves open as a contract has it.
+
+    A command whose time is the usual one has the contract's, be that shorter or longer.
+
+    Raises:
+        DsecError: ``invalid`` for the contract; ``denied`` for more than it allows.
+    """
+    contract = contract_of(given)
+    agent, terms = contract.name or "the agent", terms_of(contract)
+    command = request.command
+    if command is not None and command.timeout_s == USUAL_TIMEOUT_S and terms.timeout_s is not None:
+        command = msgspec.structs.replace(command, timeout_s=terms.timeout_s)
+    meant = under(terms, msgspec.structs.replace(request, command=command), agent)
+    return msgspec.structs.replace(meant, agent=request.agent or contract.name)

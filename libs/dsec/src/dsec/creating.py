@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
+from dsec.contracts import Given, under_contract
 from dsec.network import Policy, network_policy
 from dsec_common import subjects
 from dsec_common.compute.model import GpuDemand, ServiceClass
@@ -49,6 +50,7 @@ class CreateOptions(TypedDict, total=False):
     gpu: GpuDemand | None
     service_class: ServiceClass | str
     priority: int
+    contract: Given | None
 
 
 def command_of(
@@ -192,13 +194,14 @@ def create_request(
     labels: Mapping[str, str] | None = None,
     request_id: str = "",
     service_class: ServiceClass | str = ServiceClass.STANDARD,
+    contract: Given | None = None,
     **rest: Any,
 ) -> CreateSandbox:
-    """Return the request.
+    """Return the request; what it leaves open is as the contract has it.
 
     Raises:
-        DsecError: ``invalid`` for toolkits that are no list, or another word for ``warm`` or for
-            the service class.
+        DsecError: ``invalid`` for toolkits that are no list, another word for ``warm`` or for the
+            service class, or what is no contract; ``denied`` for more than the contract allows.
     """
     if request_id:
         rest["message_id"] = subjects.validate_local(request_id)
@@ -209,7 +212,7 @@ def create_request(
     snapshot = rest.get("snapshot", "")
     rest["snapshot"] = snapshot if isinstance(snapshot, str) else snapshot.id
     rest["warm"] = warm_use_of(rest.get("warm", WarmUse.PREFER))
-    return CreateSandbox(
+    request = CreateSandbox(
         base=base,
         toolkits=tuple(toolkits),
         limits=limits,
@@ -218,3 +221,4 @@ def create_request(
         service_class=service_class_of(service_class),
         **rest,
     )
+    return request if contract is None else under_contract(request, contract)

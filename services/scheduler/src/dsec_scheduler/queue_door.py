@@ -110,7 +110,7 @@ class QueueDoor:
             key = bucket_key(project, "caller", request.idempotency_key)
         else:
             key = bucket_key(project, "queue", f"{queued.sequence} {queued.stored_at!r}")
-        if request.gpu_demand is None:
+        if meant.gpu_demand is None:
             succeeded = await self._creation.create(
                 project, tried, attempt_s, ReplyAddress(), key, queued=Queued(gate)
             )

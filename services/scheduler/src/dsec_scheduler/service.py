@@ -236,7 +236,7 @@ class SchedulerService(Service[SchedulerConfig]):
             self._placer.end_waits(heartbeat.node)
 
     async def _create(self, asked: Request[CreateSandbox]) -> Message | None:
-        if asked.message.gpu_demand is None:
+        if not self._agents.wants_units(asked.project, asked.message):
             return await self._create_now(asked)
         self._answer_later(asked, self._create_now(asked))
         return None
@@ -245,7 +245,7 @@ class SchedulerService(Service[SchedulerConfig]):
         self._answer_later(asked, self._gangs.create(asked))
 
     async def _call(self, asked: Request[CallFunction]) -> Message | None:
-        if request_of(asked.message).gpu_demand is None:
+        if not self._agents.wants_units(asked.project, request_of(asked.message)):
             return await self._calls.call(asked)
         self._answer_later(asked, self._calls.call(asked))
         return None

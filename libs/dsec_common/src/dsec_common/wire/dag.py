@@ -42,7 +42,8 @@ class DagStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         input: JSON Schema of the input; None for the contract's ``input``.
         output: likewise.
         retry: None for the contract's ``lifecycle.retry_policy``, or one attempt.
-        timeout_s: of one attempt.
+        timeout_s: of one attempt; None for the contract's ``lifecycle.timeout``, or 60. It is never
+            longer than the contract's.
     """
 
     agent: str
@@ -52,7 +53,7 @@ class DagStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     input: dict[str, Any] | None = None
     output: dict[str, Any] | None = None
     retry: DagRetry | None = None
-    timeout_s: float = 60.0
+    timeout_s: float | None = None
 
 
 class DagSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,8 @@ from typing import Final
 
 import msgspec
 
+from dsec_common.asdl.reading import checked, read_value
+from dsec_common.asdl.terms import Terms, placing_terms, terms_of
 from dsec_common.errors import DsecError, ErrorCode, invalid, not_found
 from dsec_common.wire.agent import (
     ACTIVE,
@@ -39,14 +41,45 @@ _DRAINING: Final = frozenset({VersionState.DRAINING, VersionState.FAILED})
 _SHOWN_MAX: Final = 10
 
 
+def as_contracted(request: RegisterAgent) -> tuple[RegisterAgent, Terms | None]:
+    """Return a registration with what it leaves to its contract, and what follows from that.
+
+    Raises:
+        DsecError: ``invalid``, with every problem of the contract on a line of its own.
+    """
+    if not request.contract:
+        return request, None
+    contract = checked(read_value(request.contract, whole=False), "the contract")
+    terms = terms_of(contract, request.permissions)
+    request = msgspec.structs.replace(
+        request,
+        description=request.description or contract.description,
+        permissions=tuple(dict.fromkeys((*contract.permissions, *request.permissions))),
+        base=request.base or terms.base,
+        workspace=request.workspace or terms.workspace,
+        toolkits=request.toolkits or terms.toolkits,
+    )
+    return request, placing_terms(terms)
+
+
 def registered(
     record: AgentRecord | None,
     project: str,
     request: RegisterAgent,
     contract_sha256: str,
     now: float,
+    *,
+    terms: Terms | None = None,
 ) -> AgentRecord:
     """Return the agent with another version.
+
+    Args:
+        record: the agent; None for a new one.
+        project: whose it is.
+        request: as :func:`as_contracted` returns it.
+        contract_sha256: of its contract as it is kept.
+        now: Unix time.
+        terms: of its contract.
 
     Raises:
         DsecError: ``invalid``; ``unsupported`` for its policy; ``conflict`` when the version is
@@ -67,6 +100,7 @@ def registered(
         package_bytes=request.package_bytes,
         contract_sha256=contract_sha256,
         policy=record.policy,
+        terms=terms,
     )
     known = record.versions.get(request.version)
     if known is not None:
@@ -115,7 +149,10 @@ def _check_registration(request: RegisterAgent) -> None:
 
 
 def _as_registered(version: VersionRecord) -> VersionRecord:
-    return msgspec.structs.replace(version, state=VersionState.STANDBY, registered_at=0.0, policy=0)
+    # What follows from the same contract may be more in a later release.
+    return msgspec.structs.replace(
+        version, state=VersionState.STANDBY, registered_at=0.0, policy=0, terms=None
+    )
 
 
 # --- Rolling updates ------------------------------------------------------------------------------

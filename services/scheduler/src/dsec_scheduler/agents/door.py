@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -79,11 +80,14 @@ class AgentDoor:
         """Register a version; on return it can be used by every scheduler that reads it.
 
         Raises:
-            DsecError: ``invalid``; ``unsupported`` for its policy; ``conflict`` when it is
-                registered with something else; ``not_found`` for a package that was not uploaded.
+            DsecError: ``invalid``, for its contract with every problem of that; ``unsupported`` for
+                its policy; ``conflict`` when it is registered with something else; ``not_found``
+                for a package that was not uploaded.
         """
-        request, project = asked.message, asked.project
-        validate_name(request.name)
+        project = asked.project
+        validate_name(asked.message.name)
+        # A large contract takes a moment, and others are served meanwhile.
+        request, terms = await asyncio.to_thread(changes.as_contracted, asked.message)
         if request.package_sha256:
             await self._packages.check(project, request.package_sha256, request.package_bytes)
         contract = await self._registry.keep_contract(project, request.name, request.contract)
@@ -91,7 +95,7 @@ class AgentDoor:
             project,
             request.name,
             lambda before: changes.registered(
-                before, project, request, contract, self._clock.now()
+                before, project, request, contract, self._clock.now(), terms=terms
             ),
         )
         return _info(record, request.message_id, self._clock.now())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dsec_common.asdl.terms import Terms
 from dsec_common.wire.agent import AgentPolicy, AgentVersion
 from dsec_common.wire.base import Message
 
@@ -14,10 +15,12 @@ class VersionRecord(AgentVersion, frozen=True, kw_only=True, omit_defaults=True)
     Attributes:
         contract_sha256: of its contract, which is kept beside the agent's document.
         policy: the revision of the policy of its instances; 0 for none.
+        terms: what of its contract requests for instances are brought under; None without one.
     """
 
     contract_sha256: str = ""
     policy: int = 0
+    terms: Terms | None = None
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dsec_common.asdl.terms import under
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.agent import AgentRules
 from dsec_common.wire.sandbox import CreateSandbox
@@ -13,7 +14,10 @@ from dsec_scheduler.agents.registry import Registry
 
 
 class Resolver:
-    """Finds agents of requests, in memory: a request that names no agent costs nothing here."""
+    """Finds agents of requests, in memory: a request that names no agent costs nothing here.
+
+    What a request leaves open is as its agent's version and the contract of that have it.
+    """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -23,7 +27,7 @@ class Resolver:
 
         Raises:
             DsecError: ``not_found`` for an agent or a version that is not registered; ``conflict``
-                for a version whose instances leave.
+                for a version whose instances leave; ``denied`` for more than its contract allows.
         """
         if request.agent_version and self._registry.known(project, request.agent) is None:
             # Another scheduler may have registered it a moment ago.
@@ -43,6 +47,14 @@ class Resolver:
             raise changes.no_agent(request.agent)
         return request
 
+    def wants_units(self, project: str, request: CreateSandbox) -> bool:
+        """Return whether it asks for Compute Units, or its agent's contract does."""
+        if request.gpu_demand is not None or not request.agent:
+            return request.gpu_demand is not None
+        record = self._registry.known(project, request.agent)
+        version = record and record.versions.get(request.agent_version or record.active)
+        return bool(version and version.terms and version.terms.gpu)
+
     def rules(self, project: str, request: CreateSandbox) -> AgentRules | None:
         """Return what the node of an instance has to know; None for a sandbox that is none."""
         if not request.agent_version:
@@ -61,10 +73,13 @@ def _as_version(record: AgentRecord, request: CreateSandbox) -> CreateSandbox:
             details={"agent": record.name, "active": record.active},
         )
     own = not request.base and not request.snapshot
-    return msgspec.structs.replace(
+    meant = msgspec.structs.replace(
         request,
         agent_version=version.version,
         base=version.base if own else request.base,
         workspace=version.workspace if own and not request.workspace else request.workspace,
         toolkits=request.toolkits if request.snapshot else (*request.toolkits, *version.toolkits),
     )
+    if version.terms is None:
+        return meant
+    return under(version.terms, meant, f"{record.name} {version.version}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
+from dsec_common.asdl.reading import read_value
+from dsec_common.asdl.terms import USUAL_TIMEOUT_S, terms_of
 from dsec_common.errors import DsecError, ErrorCode, invalid
 from dsec_common.subjects import validate_local
 from dsec_common.wire.dag import STEPS_MAX, WHOLE, DagConversion, DagRetry, DagSpec, DagStep
@@ -27,37 +29,29 @@ class AgentContract(msgspec.Struct, frozen=True, kw_only=True):
     contract: dict[str, Any]
 
 
-class _SaidRetries(msgspec.Struct, frozen=True):
-    """``lifecycle.retry_policy`` of a contract; ``jitter`` may be yes or no."""
-
-    max_attempts: int = 1
-    backoff: Literal["exponential", "fixed"] = "exponential"
-    jitter: float | bool = 0.1
-
-
-class _SaidLifecycle(msgspec.Struct, frozen=True):
-    retry_policy: _SaidRetries | None = None
-
-
 class _Said(msgspec.Struct, frozen=True):
     """What of a contract a DAG goes by beside its schemas."""
 
-    command: tuple[str, ...] | None = None
-    lifecycle: _SaidLifecycle | None = None
+    command: tuple[str, ...]
+    retry: DagRetry
+    timeout_s: float | None
 
 
 def _said(step: str, agent: str, contract: Mapping[str, Any]) -> _Said:
-    """Return what a contract says, which is kept as its author wrote it.
+    """Return what a contract says. One from before contracts were checked may be wrong elsewhere.
 
     Raises:
         DsecError: ``invalid``, naming the field.
     """
-    try:
-        return msgspec.convert(contract, _Said)
-    except msgspec.ValidationError as error:
+    read = read_value(contract, whole=False)
+    wrong = [one for one in read.problems if one.path.startswith(("command", "lifecycle"))]
+    if wrong or read.contract is None:
+        told = "; ".join(f"{one.path}: {one.message}" for one in wrong or read.problems)
         raise invalid(
-            f"the contract of {agent} makes no sense for the step {step}: {error}", step=step
-        ) from None
+            f"the contract of {agent} makes no sense for the step {step}: {told}", step=step
+        )
+    terms = terms_of(read.contract)
+    return _Said(command=read.contract.command, retry=terms.retry, timeout_s=terms.timeout_s)
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,7 +167,8 @@ def _planned(
         raise invalid(
             f"the step {name} says no command, nor does the contract of {step.agent}", step=name
         )
-    if not 0 < step.timeout_s < math.inf:
+    timeout_s = step.timeout_s or said.timeout_s or USUAL_TIMEOUT_S
+    if step.timeout_s is not None and not 0 < step.timeout_s < math.inf:
         raise invalid(f"timeout_s of the step {name} is {step.timeout_s}: use seconds above 0")
     sources = {}
     for of, reference in step.inputs.items():
@@ -191,7 +186,7 @@ def _planned(
         input=wanted,
         output=given,
         retry=_retry(name, step, said),
-        timeout_s=step.timeout_s,
+        timeout_s=min(timeout_s, said.timeout_s or math.inf),
         own_command=bool(step.command),
     )
 
@@ -280,14 +275,7 @@ def _check_all_given(name: str, step: DagStep, wanted: schemas.Schema) -> None:
 
 
 def _retry(name: str, step: DagStep, said: _Said) -> DagRetry:
-    retry = step.retry
-    if retry is None:
-        policy = (said.lifecycle and said.lifecycle.retry_policy) or _SaidRetries()
-        retry = DagRetry(
-            max_attempts=policy.max_attempts,
-            factor=2.0 if policy.backoff == "exponential" else 1.0,
-            jitter=DagRetry().jitter if policy.jitter is True else float(policy.jitter),
-        )
+    retry = step.retry or said.retry
     sensible = (
         1 <= retry.max_attempts <= ATTEMPTS_MAX
         and 0 <= retry.backoff_s < math.inf

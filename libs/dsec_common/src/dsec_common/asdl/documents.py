@@ -1,0 +1,172 @@
+"""YAML of a stranger into nodes that know where they stand. No I/O.
+
+What YAML offers beyond text, lists and tables is refused: anchors and aliases, with which a small
+file becomes a huge one, tags, and more than one document. So are files and nestings larger than any
+contract.
+
+One thing is read that is no YAML: ``state_key_prefix: {agent_type}_{shard_id}``, which is how
+people write it. After that name, a line that begins with a placeholder is text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import yaml
+from yaml.composer import Composer
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import Resolver
+from yaml.scanner import Scanner
+
+from dsec_common.asdl.problems import Findings, Path
+
+TEXT_CHARACTERS_MAX: Final = 128 * 1024
+"""The longest contract, as YAML."""
+
+DEPTH_MAX: Final = 32
+"""The deepest nesting."""
+
+NODES_MAX: Final = 20_000
+"""The most names and values."""
+
+TEMPLATE_KEY: Final = "state_key_prefix"
+
+STR: Final = "tag:yaml.org,2002:str"
+INT: Final = "tag:yaml.org,2002:int"
+FLOAT: Final = "tag:yaml.org,2002:float"
+BOOL: Final = "tag:yaml.org,2002:bool"
+NULL: Final = "tag:yaml.org,2002:null"
+
+_TEMPLATE: Final = re.compile(r"(?:\{\w+\}[^\s#{},\[\]:]*)+(?=\s|$)")
+
+
+class _RefusedError(yaml.MarkedYAMLError):
+    """YAML that is well-formed, and not taken."""
+
+
+class _TemplateScanner(Reader, Scanner):
+    """Reads ``{a}_{b}`` after :data:`TEMPLATE_KEY` as text."""
+
+    _last_word = ""
+    _template_follows = False
+
+    def fetch_plain(self) -> None:
+        super().fetch_plain()
+        self._last_word = self.tokens[-1].value
+        self._template_follows = False
+
+    def fetch_value(self) -> None:
+        super().fetch_value()
+        self._template_follows = self._last_word == TEMPLATE_KEY and not self.flow_level
+
+    def fetch_flow_mapping_start(self) -> None:
+        follows, self._template_follows = self._template_follows, False
+        found = _TEMPLATE.match(self._rest_of_line()) if follows else None
+        if found is None:
+            super().fetch_flow_mapping_start()
+            return
+        self.save_possible_simple_key()
+        self.allow_simple_key = False
+        start = self.get_mark()
+        self.forward(found.end())
+        self.tokens.append(yaml.ScalarToken(found[0], False, start, self.get_mark(), '"'))
+
+    def _rest_of_line(self) -> str:
+        length = 0
+        while self.peek(length) not in "\0\r\n\x85\u2028\u2029":
+            length += 1
+        return str(self.prefix(length))
+
+
+class _Loader(_TemplateScanner, Parser, Composer, Resolver):
+    """Composes nodes and constructs nothing."""
+
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        Resolver.__init__(self)
+        self._depth = 0
+        self._count = 0
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        mark = event.start_mark
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise _RefusedError(
+                problem="anchors and aliases are not taken: write it out", problem_mark=mark
+            )
+        if event.tag is not None:
+            raise _RefusedError(
+                problem=f"tags such as {event.tag[:40]} are not taken: leave it out",
+                problem_mark=mark,
+            )
+        self._count += 1
+        if self._count > NODES_MAX:
+            raise _RefusedError(
+                problem=f"it has more than {NODES_MAX} parts: no contract is that large",
+                problem_mark=mark,
+            )
+        self._depth += 1
+        if self._depth > DEPTH_MAX:
+            raise _RefusedError(
+                problem=f"it is nested deeper than {DEPTH_MAX}: make it simpler", problem_mark=mark
+            )
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+
+def node_of_text(text: str, findings: Findings) -> Node | None:
+    """Return the one document of a text, or note why there is none."""
+    if len(text) > TEXT_CHARACTERS_MAX:
+        what = f"it has {len(text)} characters: a contract has at most {TEXT_CHARACTERS_MAX}"
+        findings.add(None, (), what)
+        return None
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        context = "" if isinstance(error, _RefusedError) else "this is not YAML: "
+        mark = error.problem_mark or error.context_mark
+        findings.add(mark, (), f"{context}{error.problem or error.context}")
+        return None
+    except yaml.YAMLError as error:
+        findings.add(None, (), f"this is not YAML: {' '.join(str(error).split())}")
+        return None
+    return root if root is not None else MappingNode("", [])
+
+
+def node_of_value(value: Any, findings: Findings) -> Node | None:
+    """Return the node of a plain value, as JSON has them, or note why it has none."""
+    left = NODES_MAX
+
+    def node_of(value: Any, path: Path) -> Node | None:
+        nonlocal left
+        left -= 1
+        if left < 0 or len(path) > DEPTH_MAX:
+            rule = f"more than {NODES_MAX} parts" if left < 0 else f"parts deeper than {DEPTH_MAX}"
+            findings.add(None, () if left < 0 else path, f"it has {rule}: make it simpler")
+            return None
+        if isinstance(value, dict):
+            table = [
+                (ScalarNode(STR if isinstance(name, str) else INT, str(name)), node)
+                for name, part in value.items()
+                if left >= 0 and (node := node_of(part, (*path, str(name)))) is not None
+            ]
+            return MappingNode("", table)
+        if isinstance(value, list | tuple):
+            parts = (node_of(part, (*path, at)) for at, part in enumerate(value) if left >= 0)
+            return SequenceNode("", [part for part in parts if part is not None])
+        for kind, tag in ((bool, BOOL), (int, INT), (float, FLOAT), (str, STR), (type(None), NULL)):
+            if isinstance(value, kind):
+                return ScalarNode(tag, str(value))
+        findings.add(None, path, f"a {type(value).__name__} is no part of a contract")
+        return None
+
+    return node_of(value, ())

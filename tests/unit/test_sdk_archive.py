@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsec.archive import tar_pieces, tree_size_bytes
+from dsec.archive import PlainFile, file_pieces, tar_pieces, tree_size_bytes
 from dsec_common.errors import DsecError
 
 PIECE = 4096
@@ -98,3 +98,26 @@ def test_the_size_of_a_tree_is_that_of_its_regular_files(tmp_path: Path) -> None
     (tmp_path / "c").write_bytes(bytes(24))
     (tmp_path / "d").symlink_to("a/b")
     assert tree_size_bytes(tmp_path) == 1024
+
+
+async def test_named_files_are_a_stream_that_depends_on_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"w" * 10_000)
+    files = [
+        PlainFile("opt/a/run", b"#!/bin/sh\n", executable=True),
+        PlainFile("opt/a/weights", tmp_path / "weights"),
+    ]
+    first = b"".join([piece async for piece in file_pieces(files, PIECE)])
+    os.utime(tmp_path / "weights", (5, 5))
+    (tmp_path / "weights").chmod(0o600)
+    assert b"".join([piece async for piece in file_pieces(files, PIECE)]) == first
+    with tarfile.open(fileobj=io.BytesIO(first)) as archive:
+        told = [(it.name, oct(it.mode), it.size, it.uid, it.mtime) for it in archive]
+    assert told == [
+        ("opt", "0o755", 0, 0, 0),
+        ("opt/a", "0o755", 0, 0, 0),
+        ("opt/a/run", "0o755", 10, 0, 0),
+        ("opt/a/weights", "0o644", 10_000, 0, 0),
+    ]
+    with pytest.raises(DsecError, match=r"cannot read .*nowhere"):
+        async for _ in file_pieces([PlainFile("x", tmp_path / "nowhere")], PIECE):
+            pass

@@ -1,13 +1,16 @@
-"""A directory as a tar stream, made while it is being sent."""
+"""A directory, or named files, as a tar stream that is made while it is being sent."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import stat as stat_bits
 import tarfile
-from collections.abc import AsyncGenerator
-from pathlib import Path
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from dsec_common.errors import invalid
@@ -15,6 +18,21 @@ from dsec_common.errors import invalid
 _QUEUE_PIECES: Final = 16
 #: The largest owner id that a sandbox can show: it has this many ids.
 _IDS: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFile:
+    """A file of a stream that no directory holds.
+
+    Attributes:
+        path: where it goes, from the root.
+        content: what is in it, or the file that it is read from.
+        executable: whether it may be run.
+    """
+
+    path: str
+    content: bytes | Path
+    executable: bool = False
 
 
 class _Abandoned(Exception):  # noqa: N818  no error: nobody reads the stream any more
@@ -115,12 +133,61 @@ async def tar_pieces(
     """
     if not directory.is_dir():  # noqa: ASYNC240  one stat before a whole tree is read
         raise invalid(f"{directory} is not a directory")
+    counter = count or TreeCounter()
+    async with aclosing(
+        _pieces(lambda writer: _write_archive(directory, writer, counter), piece_bytes, directory)
+    ) as pieces:
+        async for piece in pieces:
+            yield piece
+
+
+async def file_pieces(files: Iterable[PlainFile], piece_bytes: int) -> AsyncGenerator[bytes, None]:
+    """Yield files, and the directories that they are in, as one tar archive.
+
+    All belong to root and are as old as Unix: equal files are an equal stream.
+
+    Raises:
+        DsecError: ``invalid`` when a file cannot be read or changes size.
+    """
+    some = tuple(files)
+    async with aclosing(
+        _pieces(lambda writer: _write_files(some, writer), piece_bytes, Path())
+    ) as pieces:
+        async for piece in pieces:
+            yield piece
+
+
+def _write_files(files: Iterable[PlainFile], writer: _PieceWriter) -> None:
+    stream: Any = writer  # as above
+    made: set[str] = set()
+    with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for file in files:
+            for above in reversed(PurePosixPath(file.path).parents[:-1]):
+                if str(above) not in made:
+                    made.add(str(above))
+                    directory = tarfile.TarInfo(str(above))
+                    directory.type, directory.mode = tarfile.DIRTYPE, 0o755
+                    archive.addfile(directory)
+            member = tarfile.TarInfo(file.path)
+            member.mode = 0o755 if file.executable else 0o644
+            if isinstance(file.content, bytes):
+                member.size = len(file.content)
+                archive.addfile(member, io.BytesIO(file.content))
+                continue
+            with file.content.open("rb") as source:
+                member.size = os.fstat(source.fileno()).st_size
+                archive.addfile(member, source)
+    writer.finish()
+
+
+async def _pieces(
+    write: Callable[[_PieceWriter], None], piece_bytes: int, source: Path
+) -> AsyncGenerator[bytes, None]:
+    """Yield what ``write`` writes in a thread; ``source`` is named when that fails."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[bytes] = asyncio.Queue(_QUEUE_PIECES)
     writer = _PieceWriter(loop, queue, piece_bytes)
-    work = asyncio.ensure_future(
-        asyncio.to_thread(_write_archive, directory, writer, count or TreeCounter())
-    )
+    work = asyncio.ensure_future(asyncio.to_thread(write, writer))
     work.add_done_callback(lambda _: queue.put_nowait(b"") if not queue.full() else None)
     try:
         while not (work.done() and queue.empty()):
@@ -130,7 +197,7 @@ async def tar_pieces(
             await work
         except OSError as error:
             raise invalid(
-                f"cannot read {error.filename or directory}: {error.strerror or error}"
+                f"cannot read {error.filename or source}: {error.strerror or error}"
             ) from error
     finally:
         writer.abandoned = True

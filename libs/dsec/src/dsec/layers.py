@@ -12,10 +12,11 @@ from typing import Any, Final
 
 import msgspec
 
-from dsec.archive import tar_pieces, tree_size_bytes
+from dsec.archive import PlainFile, file_pieces, tar_pieces, tree_size_bytes
 from dsec.channel import Channel
 from dsec.events import EventHub
 from dsec.inventory import list_nodes
+from dsec.layer_requests import import_request, layer_kind
 from dsec.window import drained, in_window
 from dsec_common import subjects
 from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
@@ -97,7 +98,7 @@ class Layers:
         """
         directory = Path(path)
         total = await asyncio.to_thread(tree_size_bytes, directory)
-        request = _request(
+        request = import_request(
             kind, name, version, tags, replace=replace, left_out=(exclude, clean, git)
         )
         return await self._import(
@@ -119,7 +120,7 @@ class Layers:
         progress: Progress | None = None,
     ) -> LayerInfo:
         """Make a layer of a tar archive, plain or compressed; see :meth:`import_directory`."""
-        request = _request(
+        request = import_request(
             kind, name, version, tags, replace=replace, left_out=(exclude, clean, git)
         )
         return await self._import_file(Path(path), request, progress)
@@ -161,7 +162,9 @@ class Layers:
         """
         source = Path(path)
         request = msgspec.structs.replace(
-            _request(kind, name, version, tags, replace=replace, left_out=(exclude, clean, git)),
+            import_request(
+                kind, name, version, tags, replace=replace, left_out=(exclude, clean, git)
+            ),
             format=ArchiveFormat.OCI,
             image=image,
         )
@@ -187,10 +190,34 @@ class Layers:
         :meth:`import_oci` and :meth:`import_directory`.
         """
         request = msgspec.structs.replace(
-            _request(kind, name, version, tags, replace=replace, left_out=(exclude, clean, git)),
+            import_request(
+                kind, name, version, tags, replace=replace, left_out=(exclude, clean, git)
+            ),
             format=ArchiveFormat.AUTO,
         )
         return await self._import_whatever(Path(path), request, progress)
+
+    async def import_files(
+        self,
+        files: Iterable[PlainFile],
+        *,
+        kind: LayerKind | str,
+        name: str,
+        version: str,
+        tags: Iterable[str] = (),
+        replace: bool = False,
+        progress: Progress | None = None,
+    ) -> LayerInfo:
+        """Make a layer of files that no directory holds; see :meth:`import_directory`.
+
+        Equal files give equal layers: they have neither times nor owners.
+        """
+        some = tuple(files)
+        total = await asyncio.to_thread(lambda: sum(map(_size_of, some)))
+        request = import_request(kind, name, version, tags, replace=replace)
+        return await self._import(
+            lambda: file_pieces(some, FILE_CHUNK_BYTES), total, request, progress
+        )
 
     async def _import_whatever(
         self, source: Path, request: ImportLayer, progress: Progress | None
@@ -311,7 +338,7 @@ class Layers:
             name: only layers of this name; with ``*`` at its end, of names that begin so.
             tag: only layers that this tag means.
         """
-        asked = ListLayers(kind=None if kind is None else _kind(kind), name=name, tag=tag)
+        asked = ListLayers(kind=None if kind is None else layer_kind(kind), name=name, tag=tag)
         found: dict[tuple[str, str], LayerInfo] = {}
         for nodes in await self._stores():
             async for layer in self._pages(nodes[0], asked):
@@ -423,48 +450,13 @@ async def _file_pieces(path: Path) -> AsyncGenerator[bytes, None]:
             yield data
 
 
-def _request(
-    kind: LayerKind | str,
-    name: str,
-    version: str,
-    tags: Iterable[str],
-    *,
-    replace: bool,
-    left_out: tuple[Iterable[str], bool, GitHistory | str | None],
-) -> ImportLayer:
-    exclude, clean, git = left_out
-    for what, texts in (("tags", tags), ("exclude", exclude)):
-        if isinstance(texts, str):
-            raise invalid(f"{what} is a list, not the text {texts!r}")
-    return ImportLayer(
-        upload_id="",
-        size_bytes=0,
-        sha256="",
-        kind=_kind(kind),
-        name=name,
-        version=version,
-        replace=replace,
-        tags=tuple(tags),
-        exclude=tuple(exclude),
-        clean=clean,
-        git=None if git is None else _git(git),
-    )
-
-
-def _kind(kind: LayerKind | str) -> LayerKind:
+def _size_of(file: PlainFile) -> int:
+    if isinstance(file.content, bytes):
+        return len(file.content)
     try:
-        return LayerKind(kind)
-    except ValueError:
-        known = ", ".join(LayerKind)
-        raise invalid(f"{kind!r} is not a kind of layer; use one of {known}") from None
-
-
-def _git(git: GitHistory | str) -> GitHistory:
-    try:
-        return GitHistory(git)
-    except ValueError:
-        known = ", ".join(GitHistory)
-        raise invalid(f"git={git!r} is not known; use one of {known}") from None
+        return file.content.stat().st_size
+    except OSError as error:
+        raise invalid(f"cannot read {file.content}: {error.strerror}") from error
 
 
 def _no_nodes() -> DsecError:

@@ -1,0 +1,115 @@
+"""What earlier builds made, found by the content that it was made of.
+
+Nothing in it can be out of date, and what is damaged is made again: each piece is checked when it
+is read. It may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from dsec.pack.container import deflated
+
+CACHE_MAX_BYTES: Final = 1024 * 1024 * 1024
+"""What the cache is cut back to after a build; the least recently used goes first."""
+
+_RAW: Final = -15
+
+
+class Cache:
+    """Packed files and fetched distributions; any number of builds may share it."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or _default_directory()
+
+    def deflated(self, content: bytes, sha256: str) -> bytes:
+        """Return content packed, from an earlier build if it is there."""
+        path = self._directory / "packed" / sha256[:2] / sha256
+        with contextlib.suppress(OSError):
+            packed = path.read_bytes()
+            if _is_packed(packed, content):
+                with contextlib.suppress(OSError):
+                    os.utime(path)
+                return packed
+        packed = deflated(content)
+        with contextlib.suppress(OSError):  # a cache that cannot be written is none
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, packed)
+        return packed
+
+    def tree(self, key: str) -> Path:
+        """Return where a directory with this key is, or is to be put by :meth:`keep_tree`."""
+        return self._directory / "fetched" / hashlib.sha256(key.encode()).hexdigest()
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """Give an empty directory on the same disk; what is not kept of it goes."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix="making-", dir=self._directory))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def keep_tree(self, made: Path, key: str) -> Path:
+        """Move a directory to where :meth:`tree` finds it, and return it there."""
+        path = self.tree(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # another build was faster: its content is the same
+            made.rename(path)
+        return path
+
+    def trim(self) -> None:
+        """Delete what has not been used for longest, down to :data:`CACHE_MAX_BYTES`."""
+        found = []
+        for path in (self._directory / "packed").rglob("*"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if path.is_file():
+                    found.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= CACHE_MAX_BYTES:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+                total -= size
+
+
+def _default_directory() -> Path:
+    if named := os.environ.get("DSEC_PACK_CACHE"):
+        return Path(named)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "dsec" / "pack"
+
+
+def _is_packed(packed: bytes, content: bytes) -> bool:
+    unpacker = zlib.decompressobj(_RAW)
+    try:
+        return (
+            unpacker.decompress(packed, len(content) + 1) == content
+            and unpacker.eof
+            and not unpacker.unused_data
+        )
+    except zlib.error:
+        return False
+
+
+def _write(path: Path, content: bytes) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+    scratch = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        scratch.rename(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise

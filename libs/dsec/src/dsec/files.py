@@ -8,10 +8,10 @@ import hashlib
 import itertools
 import os
 import stat as stat_bits
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from dsec.archive import TreeCounter, tar_pieces
 from dsec.channel import ANSWER_PATIENCE_S, AWAY_S, Channel
@@ -21,7 +21,7 @@ from dsec.received_tree import ReceivedTree, received_tree
 from dsec.window import drained, in_window
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.subjects import ScopedId
-from dsec_common.wire.base import new_id
+from dsec_common.wire.base import Message, new_id
 from dsec_common.wire.files import (
     FILE_CHUNK_BYTES,
     CopyFile,
@@ -50,6 +50,16 @@ from dsec_common.wire.files import (
 _TORN_READS_MAX: Final = 3
 #: A node gives a copy up before.
 _COPY_TIMEOUT_S: Final = 660.0
+
+
+class _Piece(NamedTuple):
+    """A piece of an upload; the last one carries size and hash of all of it."""
+
+    data: bytes
+    offset: int
+    final: bool = False
+    size_bytes: int = 0
+    sha256: str = ""
 
 
 class Files(OfSandbox):
@@ -189,7 +199,7 @@ class Files(OfSandbox):
         """
         view = memoryview(data)
 
-        async def pieces() -> AsyncIterator[bytes]:
+        async def pieces() -> AsyncGenerator[bytes, None]:
             for offset in range(0, len(view), FILE_CHUNK_BYTES):
                 yield bytes(view[offset : offset + FILE_CHUNK_BYTES])
 
@@ -211,46 +221,69 @@ class Files(OfSandbox):
             return await self._write_pieces(path, _pieces_of(file), mode)
 
     async def _write_pieces(
-        self, path: str, pieces: AsyncIterator[bytes], mode: int, *, change_mode: bool = False
+        self,
+        path: str,
+        pieces: AsyncGenerator[bytes, None],
+        mode: int,
+        *,
+        change_mode: bool = False,
     ) -> int:
         upload_id = new_id()
+
+        def message(piece: _Piece) -> WriteFile:
+            return WriteFile(
+                path=path,
+                upload_id=upload_id,
+                data=piece.data,
+                offset=piece.offset,
+                final=piece.final,
+                size_bytes=piece.size_bytes,
+                sha256=piece.sha256,
+                mode=mode,
+                user=self._user,
+                change_mode=change_mode,
+            )
+
+        return await self._upload("write_file", pieces, message, FileWritten)
+
+    async def _upload(
+        self,
+        verb: str,
+        pieces: AsyncGenerator[bytes, None],
+        message: Callable[[_Piece], Message],
+        reply: type[Message],
+    ) -> int:
+        """Send pieces, several at once, and after all others the last; return their size."""
         digest = hashlib.sha256()
         size_bytes = 0
         last = b""
 
-        def piece(data: bytes, offset: int, *, final: bool) -> Coroutine[Any, Any, FileWritten]:
+        def send(piece: _Piece) -> Coroutine[Any, Any, Message]:
             return self._channel.ask(
-                self._subject("write_file"),
-                WriteFile(
-                    path=path,
-                    upload_id=upload_id,
-                    data=data,
-                    offset=offset,
-                    final=final,
-                    size_bytes=size_bytes if final else 0,
-                    sha256=digest.hexdigest() if final else "",
-                    mode=mode,
-                    user=self._user,
-                    change_mode=change_mode,
-                ),
-                FileWritten,
+                self._subject(verb),
+                message(piece),
+                reply,
                 timeout_s=self._timeout_s,
                 away_s=AWAY_S,
-                # The same piece twice is the same; the last one also renames, once.
-                repeatable=not final,
+                # The same piece twice is the same; the last one also takes its place, once.
+                repeatable=not piece.final,
             )
 
-        async def jobs() -> AsyncIterator[Coroutine[Any, Any, FileWritten]]:
+        async def jobs() -> AsyncIterator[Coroutine[Any, Any, Message]]:
             nonlocal last, size_bytes
-            async for data in pieces:
-                digest.update(data)
-                if size_bytes:
-                    yield piece(last, size_bytes - len(last), final=False)
-                last = data
-                size_bytes += len(data)
+            async with aclosing(pieces):
+                async for data in pieces:
+                    digest.update(data)
+                    if size_bytes:
+                        yield send(_Piece(last, size_bytes - len(last)))
+                    last = data
+                    size_bytes += len(data)
 
         await drained(in_window(jobs()))
-        await piece(last, size_bytes - len(last), final=True)
+        offset = size_bytes - len(last)
+        await send(
+            _Piece(last, offset, final=True, size_bytes=size_bytes, sha256=digest.hexdigest())
+        )
         return size_bytes
 
     # --- Directories ----------------------------------------------------------------------------
@@ -344,42 +377,22 @@ class Files(OfSandbox):
                 with the path inside the sandbox.
         """
         upload_id = new_id()
-        digest = hashlib.sha256()
-        size_bytes = 0
-        last = b""
         count = TreeCounter(plain=True)
 
-        def piece(data: bytes, offset: int, *, final: bool) -> Coroutine[Any, Any, TreeWritten]:
-            return self._channel.ask(
-                self._subject("write_tree"),
-                WriteTree(
-                    path=path,
-                    upload_id=upload_id,
-                    data=data,
-                    offset=offset,
-                    final=final,
-                    size_bytes=size_bytes if final else 0,
-                    sha256=digest.hexdigest() if final else "",
-                    user=self._user,
-                ),
-                TreeWritten,
-                timeout_s=self._timeout_s,
-                away_s=AWAY_S,
-                repeatable=not final,
+        def message(piece: _Piece) -> WriteTree:
+            return WriteTree(
+                path=path,
+                upload_id=upload_id,
+                data=piece.data,
+                offset=piece.offset,
+                final=piece.final,
+                size_bytes=piece.size_bytes,
+                sha256=piece.sha256,
+                user=self._user,
             )
 
-        async def jobs() -> AsyncIterator[Coroutine[Any, Any, TreeWritten]]:
-            nonlocal last, size_bytes
-            async with aclosing(tar_pieces(local, FILE_CHUNK_BYTES, count)) as pieces:
-                async for data in pieces:
-                    digest.update(data)
-                    if size_bytes:
-                        yield piece(last, size_bytes - len(last), final=False)
-                    last = data
-                    size_bytes += len(data)
-
-        await drained(in_window(jobs()))
-        await piece(last, size_bytes - len(last), final=True)
+        pieces = tar_pieces(local, FILE_CHUNK_BYTES, count)
+        await self._upload("write_tree", pieces, message, TreeWritten)
         return count.files
 
     async def download_tree(self, path: str, local: Path) -> int:
@@ -451,7 +464,7 @@ class Files(OfSandbox):
         )
 
 
-async def _pieces_of(file: BinaryIO) -> AsyncIterator[bytes]:
+async def _pieces_of(file: BinaryIO) -> AsyncGenerator[bytes, None]:
     while data := await asyncio.to_thread(file.read, FILE_CHUNK_BYTES):
         yield data
 

@@ -30,7 +30,7 @@ MICRO: Final = 1_000_000
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """A piece of time in which something was held.
+    """A piece of time in which something was held; each kind says by ``thing`` what.
 
     Attributes:
         project: whose it is.
@@ -48,11 +48,6 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     from_ms: int
     to_ms: int
     last: bool = False
-
-    @property
-    def thing(self) -> str:
-        """What the segment is of."""
-        raise NotImplementedError
 
     @property
     def lasted_ms(self) -> int:

@@ -7,11 +7,14 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from dsec.cli import asdl
 from dsec.cli.network import Allow, Deny, Network, PolicyFile, RuleSet, policy_of
 from dsec.cli.options import Toolkits, Workspace
 from dsec.cli.output import Json, Output, UsageError, age_text, pairs, run, size_text
 
 app = typer.Typer(no_args_is_help=True, help="Agents: versions, instances, and what they may do.")
+app.command()(asdl.lint)
+app.command()(asdl.schema)
 
 _HEADERS: Final = ("NAME", "VERSION", "STATUS", "VERSIONS", "PERMISSIONS", "DESCRIPTION")
 _VERSION_HEADERS: Final = ("VERSION", "STATUS", "INSTANCES", "ENDED", "FAILED", "POLICY", "PACKAGE")
@@ -78,12 +81,16 @@ def register(
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
         from dsec.contracts import Contract, read_contract  # noqa: PLC0415  likewise
 
-        written, said = ({}, Contract()) if contract is None else read_contract(contract)
+        written: dict[str, Any] = {}
+        said = Contract()
+        if contract is not None:
+            # What the command line says, the contract need not.
+            written, said = read_contract(contract, whole=not (name and version))
         async with client() as dsec:
             agent = await dsec.agents.register(
                 name or said.name,
                 version or said.version,
-                description=description or said.description or "",
+                description=description or said.description,
                 contract=written,
                 permissions=tuple(dict.fromkeys((*said.permissions, *(permission or ())))),
                 base=base,

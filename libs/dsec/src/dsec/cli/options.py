@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,6 +51,12 @@ Labels = Annotated[list[str] | None, typer.Option("--label", "-l", help="KEY=VAL
 Agent = Annotated[str, typer.Option(help="Agent type in behaviour logs.")]
 AgentVersion = Annotated[
     str, typer.Option(help="Version of the registered agent; else its active one.")
+]
+Contract = Annotated[
+    Path | None,
+    typer.Option(
+        "--contract", help="An agent's contract (YAML): it says what other options leave open."
+    ),
 ]
 Warm = Annotated[str, typer.Option(help="A sandbox made ahead: prefer, require or bypass.")]
 Ttl = Annotated[float, typer.Option(help="Seconds after which it ends; 0: never.")]

@@ -11,7 +11,6 @@ import pytest
 
 from dsec_common import subjects
 from dsec_common.errors import ErrorCode
-from dsec_common.subjects import ScopedId
 from dsec_common.wire.elastic import NodeRetired, RetireNode
 from dsec_common.wire.exec import (
     ExecEvents,
@@ -45,7 +44,6 @@ from dsec_common.wire.sandbox import (
     SandboxInfo,
     SandboxState,
 )
-from dsec_scheduler.consistency import SandboxAgent, keep_consistent
 from refusals import refused
 from sandboxd_node import BASE, NODE, NodeForTests
 
@@ -233,24 +231,6 @@ async def test_another_project_can_turn_nothing(node: NodeForTests) -> None:
         assert (await refused(asking)).code is ErrorCode.NOT_FOUND
     info = await turn(node, sandbox_id, "inspect", InspectSandbox())
     assert (info.state, info.labels) == (SandboxState.RUNNING, {})
-
-
-async def test_an_agent_behind_its_dependencies_stands_still_until_it_is_synchronised(
-    node: NodeForTests,
-) -> None:
-    sandbox_id = (await node.place()).sandbox_id
-    stood_still = []
-
-    async def synchronise(version_ms: int) -> None:
-        stood_still.append((version_ms, frozen(sandbox_id)))
-
-    agent = SandboxAgent(node.scheduler, "default", ScopedId.parse(sandbox_id), synchronise)
-    assert await keep_consistent(agent, 1_000, {"prices": 1_200}) == 1_250
-    assert stood_still == [(1_250, True)]
-    assert not frozen(sandbox_id)
-    event = await node.event_of(sandbox_id, SandboxPaused)
-    assert event.reason == "its state of 1000 is behind prices: synchronise to 1250"
-    await node.event_of(sandbox_id, SandboxResumed)
 
 
 async def test_a_reason_for_a_pause_has_an_end(node: NodeForTests) -> None:

@@ -7,14 +7,23 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any, Protocol
 
-from control_plane import BEAT_S, ControlPlane, until
+from control_plane import BEAT_S, until
+
+
+class Platform(Protocol):
+    """Where a service finds the server."""
+
+    def settings(self, role: str) -> dict[str, Any]:
+        """Return the settings with which a service finds it."""
+        ...
 
 
 class SchedulerProcess:
     """A scheduler in a process of its own; ``variables`` are set beside the usual ones."""
 
-    def __init__(self, plane: ControlPlane, directory: Path, name: str, **variables: str) -> None:
+    def __init__(self, plane: Platform, directory: Path, name: str, **variables: str) -> None:
         settings = plane.settings("scheduler")
         self._runtime_file = directory / f"{name}.json"
         self._environment = {

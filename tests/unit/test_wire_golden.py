@@ -21,6 +21,7 @@ from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire import (
     agent,
     base,
+    consistency,
     cost,
     dag,
     elastic,
@@ -45,6 +46,7 @@ MODULES = (
     agent,
     dag,
     base,
+    consistency,
     cost,
     elastic,
     sandbox,

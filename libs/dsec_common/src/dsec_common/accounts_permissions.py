@@ -42,6 +42,7 @@ OWNED_STREAMS: Final[dict[str, tuple[str, ...]]] = {
         "KV_dsec-idempotency",
         "KV_dsec-pools",
         *AGENT_STREAMS,
+        "KV_dsec-dependencies",
         "KV_dsec-dags",
         "KV_dsec-dag-runs",
     ),
@@ -74,9 +75,6 @@ _PUBLISHES: Final[dict[str, tuple[str, ...]]] = {
         f"{ROOT}.*.sandbox.*.*.inspect",
         # Of a gang that was not made whole.
         f"{ROOT}.*.sandbox.*.*.delete",
-        # An agent behind what it depends on stands still while it is synchronised.
-        f"{ROOT}.*.sandbox.*.*.pause",
-        f"{ROOT}.*.sandbox.*.*.resume",
         f"{ROOT}.*.evt.request.>",
         f"{ROOT}.*.evt.agent.>",
     ),

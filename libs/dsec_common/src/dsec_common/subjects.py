@@ -132,8 +132,12 @@ AGENT_VERBS: Final = (
     "inspect",
     "instances",
     "update",
+    "remove",
     "revoke",
     "policy",
+    "report_dependencies",
+    "dependencies",
+    "synchronise",
 )
 DAG_VERBS: Final = ("register", "run", "inspect", "resume")
 SNAPSHOT_VERBS: Final = ("list", "inspect", "delete", "pack")

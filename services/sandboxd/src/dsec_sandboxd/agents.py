@@ -8,9 +8,11 @@ from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.bus_types import Request
 from dsec_common.wire.agent import GovernNode
+from dsec_common.wire.consistency import SynchroniseInstance
 from dsec_common.wire.node import PlaceSandbox
 from dsec_common.wire.sandbox import SandboxCreated
 from dsec_sandboxd.agent_socket import AgentSocketServer
+from dsec_sandboxd.consistency import Consistency
 from dsec_sandboxd.gate import Gate
 from dsec_sandboxd.governing import Governing
 from dsec_sandboxd.instance_reports import InstanceReports
@@ -37,17 +39,30 @@ class Agents:
         self._node = sandboxes.node
         self._governing = Governing(sandboxes, parts.store.database, networks, rates)
         self._reports = InstanceReports(self._node, bus, self._governing, parts.clock)
+        self.consistency = Consistency(sandboxes, parts.store.database, self._governing.is_paused)
+        self._governing.stands_still = self.consistency.lifted
         sandboxes.tell_lives(self._reports)
-        gate.check_awake = self._governing.check_awake
+        gate.check_awake = self.check_awake
         networks.governed = self._governing.network_of
         self._governing.load()
-        self.check_awake = self._governing.check_awake
+        self.consistency.load()
+
+    def check_awake(self, record: SandboxRecord) -> None:
+        """Return if requests may have a sandbox run.
+
+        Raises:
+            DsecError: ``denied`` when a policy pauses it, or it could not be synchronised;
+                ``unavailable`` while it is.
+        """
+        self._governing.check_awake(record)
+        self.consistency.check_awake(record)
 
     def recovered(self, adopted: Iterable[SandboxRecord]) -> None:
         """Bring the sandboxes of an earlier daemon under the rules; it may not have got so far."""
-        for record in adopted:
-            if record.agent_version:
-                self._reports.began(record)
+        instances = [record for record in adopted if record.agent_version]
+        for record in instances:
+            self._reports.began(record)
+        self.consistency.recovered(instances)
 
     def placing(
         self, place: Callable[[Request[PlaceSandbox]], Awaitable[SandboxCreated]]
@@ -65,8 +80,14 @@ class Agents:
         await self._bus.serve(
             subjects.node_request(self._node, "govern"), GovernNode, self._governing.govern
         )
+        await self._bus.serve(
+            subjects.node_request(self._node, "synchronise"),
+            SynchroniseInstance,
+            self.consistency.synchronise,
+        )
         spawn(self._reports.run(), "report instances")
 
     async def close(self) -> None:
-        """Finish what is being enforced."""
+        """Finish what is being enforced, and leave what is being synchronised."""
         await self._governing.close()
+        await self.consistency.close()

@@ -53,13 +53,15 @@ class Gate:
         Raises:
             DsecError: ``not_found``; ``expired`` with the cause when it is over; ``unavailable``
                 when it is not ready yet or the node is stopping; ``timeout`` when it does not
-                wake; ``denied`` when its agent's policy has it stand still.
+                wake; ``denied`` when its agent's policy has it stand still; what
+                :attr:`check_awake` raises besides.
         """
         record = self._state.running(project, local)
         self.check_awake(record)
         self._sandboxes.handle(VisitBegan(monotonic_s=self._clock.monotonic(), local=local))
         try:
             while record.state is not SandboxState.RUNNING:
+                self.check_awake(record)
                 if record.state is not SandboxState.RESUMING:
                     self._sandboxes.handle(ResumeAsked(local=local))
                 await self._sandboxes.turn(local)

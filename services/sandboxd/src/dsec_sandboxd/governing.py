@@ -7,7 +7,7 @@ What a policy takes away stays taken: an instance that cannot be brought under i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -90,6 +90,9 @@ class Governing:
         self._in_force: dict[str, AgentPolicy] = {}
         self._leaving: set[str] = set()
         self.governance = Governance()
+        #: Told of an instance that no policy pauses any more; True: for another reason it is not
+        #: to go on yet, and whoever has it stand still sees to that.
+        self.stands_still: Callable[[SandboxRecord], bool] = lambda _record: False
 
     def load(self) -> None:
         """Read the rules that an earlier daemon kept."""
@@ -203,10 +206,13 @@ class Governing:
         Raises:
             DsecError: ``denied`` when a policy pauses it.
         """
-        if record.agent_version:
-            policy = self.governance.policy(record)
-            if policy is not None and policy.paused:
-                raise _paused(record.agent, self.governance.revision(record.project, record.agent))
+        if self.is_paused(record):
+            raise _paused(record.agent, self.governance.revision(record.project, record.agent))
+
+    def is_paused(self, record: SandboxRecord) -> bool:
+        """Return whether a policy has a sandbox stand still."""
+        policy = self.governance.policy(record)
+        return policy is not None and policy.paused
 
     def began(self, record: SandboxRecord) -> None:
         """Note that an instance runs; what is not in force of its policy follows."""
@@ -305,6 +311,8 @@ class Governing:
         return None
 
     async def _turn_to(self, record: SandboxRecord, *, paused: bool) -> None:
+        if not paused and self.stands_still(record):
+            return  # it goes on when it may
         wanted = SandboxState.PAUSED if paused else SandboxState.RUNNING
         on_the_way = {SandboxState.PAUSING, SandboxState.RESUMING}
         while (

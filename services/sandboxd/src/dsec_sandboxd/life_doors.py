@@ -29,10 +29,17 @@ class LifeDoors:
         self,
         sandboxes: Sandboxes,
         check_awake: Callable[[SandboxRecord], None] = lambda _record: None,
+        on_pause: Callable[[SandboxRecord], None] = lambda _record: None,
+        on_resume: Callable[[SandboxRecord], None] = lambda _record: None,
     ) -> None:
-        """Take the sandboxes, and who raises for one that may not be had run now."""
+        """Take the sandboxes, and who raises for one that may not be had run now.
+
+        ``on_pause`` and ``on_resume`` are told what an owner wants before anything comes of it.
+        """
         self._sandboxes = sandboxes
         self._check_awake = check_awake
+        self._on_pause = on_pause
+        self._on_resume = on_resume
         self._state = sandboxes.state
         self._clock = sandboxes.parts.clock
 
@@ -51,6 +58,7 @@ class LifeDoors:
                 f"a reason of {len(reason)} characters is too long: {PAUSE_REASON_MAX} are the most"
             )
         record = self._state.running(request.project, local)
+        self._on_pause(record)
         while record.state is SandboxState.RESUMING:
             await self._sandboxes.turn(local)
             record = self._state.running(request.project, local)
@@ -63,13 +71,16 @@ class LifeDoors:
         """Have a paused sandbox go on and answer when it runs.
 
         Raises:
-            DsecError: what the kernel refused; ``denied`` when its agent's policy says so; the
-                sandbox stands still as before.
+            DsecError: what the kernel refused; ``denied`` when its agent's policy says so, or when
+                it could not be synchronised, ``unavailable`` while it is; the sandbox stands still
+                as before.
         """
         local = local_of(request)
         record = self._state.running(request.project, local)
+        self._on_resume(record)
         self._check_awake(record)
         while record.state is not SandboxState.RUNNING:
+            self._check_awake(record)
             if record.state is not SandboxState.RESUMING:
                 self._sandboxes.handle(ResumeAsked(local=local))
             await self._sandboxes.turn(local)

@@ -226,6 +226,7 @@ class SandboxdService(Service[SandboxdConfig]):
             self.bus, self._sandboxes, self._gate, self._networking.networks, agent_sockets
         )
         self._opened.push_async_callback(self._agents.close)
+        maker.on_end(self._agents.consistency, self._agents.consistency.sandbox_put_back)
 
     def _agent_socket_server(self) -> AgentSockets:
         gateway = ChronusGateway(self.bus, self._steps, self.node, self.clock)
@@ -280,9 +281,13 @@ class SandboxdService(Service[SandboxdConfig]):
 
         inside = self._gate.guard
         await self._execs.serve(bus.serve, verb, inside, many)
-        await bus.serve(verb("inspect"), InspectSandbox, sandboxes.inspect)
+        states = self._agents.consistency
+        inspect = states.inspecting(sandboxes.inspect)
+        await bus.serve(verb("inspect"), InspectSandbox, inspect)
         await bus.serve(verb("delete"), DeleteSandbox, sandboxes.delete, concurrency=many)
-        life = LifeDoors(sandboxes, self._agents.check_awake)
+        life = LifeDoors(
+            sandboxes, self._agents.check_awake, states.paused_by_owner, states.resumed_by_owner
+        )
         await bus.serve(verb("pause"), PauseSandbox, life.pause, concurrency=many)
         await bus.serve(verb("resume"), ResumeSandbox, life.resume, concurrency=many)
         await bus.serve(verb("touch"), TouchSandbox, life.touch)

@@ -24,6 +24,7 @@ PLATFORM_ACTIONS: Final = frozenset(
         "create",
         "pause",
         "resume",
+        "synchronise",
         "resize",
         "snapshot",
         "fork",

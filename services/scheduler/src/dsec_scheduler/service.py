@@ -38,6 +38,7 @@ from dsec_scheduler.errors import failed_unexpectedly, no_turn
 from dsec_scheduler.events import ForgetDue, HeartbeatSeen, Moment
 from dsec_scheduler.gangs import GangDoor
 from dsec_scheduler.idempotency import RequestRecord, bucket_key
+from dsec_scheduler.keeper import Keeper
 from dsec_scheduler.leasing import Leasing
 from dsec_scheduler.ledger import BUCKET, Ledger
 from dsec_scheduler.listing import list_sandboxes
@@ -82,6 +83,7 @@ class SchedulerService(Service[SchedulerConfig]):
         self._agents: Resolver
         self._agent_part: AgentPart
         self._dags: DagPart
+        self._keeper: Keeper
 
     # --- The life cycle -----------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class SchedulerService(Service[SchedulerConfig]):
         self._agent_part = await AgentPart.open(
             self.bus, self._registry, self._nodes_heard_of, self.clock, self.config
         )
+        self._keeper = await Keeper.open(self.bus, self._registry, self.clock, self.config)
         await self.bus.register("dsec-scheduler", version("dsec"), "Where a sandbox goes")
 
     async def recover(self) -> None:
@@ -200,6 +203,9 @@ class SchedulerService(Service[SchedulerConfig]):
         await WaitingDoor(self.bus, self._desk, self._cancellations).serve(QUEUE)
         await self._agent_part.serve(QUEUE)
         await self._dags.serve(QUEUE)
+        await self._keeper.serve(QUEUE)
+        self.spawn(self._keeper.follow(), "follow dependencies")
+        self.spawn(self._keeper.run(), "keep instances consistent")
         self.spawn(self._dags.follow(), "follow runs of DAGs")
         self.spawn(self._dags.run(), "take over runs of DAGs")
         self.spawn(self._agent_part.run(), "judge new versions of agents")

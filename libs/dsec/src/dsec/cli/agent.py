@@ -1,7 +1,8 @@
-"""``dsec agent``: register, list, inspect, instances, update, revoke, policy."""
+"""``dsec agent``: versions, instances, what they may do, and what they depend on."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -318,5 +319,96 @@ def policy(
                 instances=instance or (),
             )
         _show_governed(output, governed)
+
+    run(work, json=json_output)
+
+
+_DEPENDENCY_HEADERS: Final = ("DEPENDENCY", "VERSION", "CHANGED")
+
+
+def _show_dependencies(output: Output, versions: dict[str, int]) -> None:
+    if output.json:
+        output.document(versions)
+        return
+    rows = [(name, str(at), age_text(at / 1000)) for name, at in sorted(versions.items())]
+    output.table(
+        _DEPENDENCY_HEADERS, rows, empty="no dependencies; see `dsec agent changed --help`"
+    )
+
+
+def _versions(words: list[str], now_ms: int) -> dict[str, int]:
+    versions = {}
+    for word in words:
+        name, given, value = word.partition("=")
+        try:
+            versions[name] = int(value) if given else now_ms
+        except ValueError:
+            raise UsageError(
+                f"{value!r} is no version: write {name}=1700000000000, the Unix time in "
+                f"milliseconds of its last change, or {name} alone for now"
+            ) from None
+    return versions
+
+
+@app.command()
+def changed(
+    dependencies: Annotated[
+        list[str] | None,
+        typer.Argument(help="NAME for now, or NAME=UNIX_MILLISECONDS."),
+    ] = None,
+    *,
+    forget: Annotated[
+        list[str] | None, typer.Option("--forget", help="A dependency that is none; repeat.")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Say that what agents depend on has changed: a database, an API, another agent's output."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        if not dependencies and not forget:
+            raise UsageError("name what has changed, such as `dsec agent changed orders-db`")
+        versions = _versions(dependencies or [], time.time_ns() // 1_000_000)
+        async with client() as dsec:
+            known = await dsec.agents.report_dependencies(versions, forget=forget or ())
+        _show_dependencies(output, known)
+
+    run(work, json=json_output)
+
+
+@app.command("dependencies")
+def list_dependencies(*, json_output: Json = False) -> None:
+    """List what agents depend on, and how new it is."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            known = await dsec.agents.dependencies()
+        _show_dependencies(output, known)
+
+    run(work, json=json_output)
+
+
+@app.command()
+def synchronise(
+    name: Name,
+    instances: Annotated[list[str], typer.Argument(help="Sandboxes, at most 32.")],
+    *,
+    json_output: Json = False,
+) -> None:
+    """Have instances that are behind synchronised now, those that failed at it too."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            states = await dsec.agents.synchronise(name, instances)
+        if output.json:
+            output.document(states)
+            return
+        rows = [(one.sandbox_id, str(one.version_ms), one.error or "-") for one in states]
+        output.table(("SANDBOX", "VERSION", "ERROR"), rows)
 
     run(work, json=json_output)

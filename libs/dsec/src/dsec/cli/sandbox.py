@@ -189,6 +189,9 @@ def inspect(sandbox_id: str, *, json_output: Json = False) -> None:
             facts["idle"] = f"{info.idle_s:.0f} s of {info.idle_ttl_s:g} s, then {info.idle_action}"
         if info.paused_at:
             facts["paused"] = time_text(info.paused_at)
+        if info.behind:
+            failed = f"; that failed: {info.synchronise_error}" if info.synchronise_error else ""
+            facts["behind"] = f"{info.behind}{failed}"
         if info.memory_bytes_used is not None:
             facts["cpus"] += f" ({info.cpu_seconds_used or 0.0:.1f} s used)"
             facts["memory"] = f"{size_text(info.memory_bytes_used)} of {facts['memory']}"

@@ -102,6 +102,10 @@ def check_contract(contract: Contract, path: Path, reading: Reading) -> None:
             what = f"{shown(tool)} is there twice (capabilities[{seen[tool]}]): make it one"
             reading.at(("capabilities", index, "tool"), what)
         seen.setdefault(tool, index)
+    if bool(contract.depends_on) != bool(contract.synchronise):
+        given = "synchronise" if contract.synchronise else "depends_on"
+        what = "depends_on and synchronise go together: write both, or neither"
+        reading.at((*path, given), what)
     if contract.network is None or contract.capabilities is None:
         return
     allowed = NETWORK_ACCESS in contract.permissions

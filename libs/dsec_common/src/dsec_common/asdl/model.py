@@ -28,6 +28,7 @@ from dsec_common.asdl.units import Duration, Rate, RateLimit
 from dsec_common.compute.model import COUNT_MAX
 from dsec_common.compute.units import UNITS_MAX
 from dsec_common.wire.agent import NETWORK_ACCESS, validate_version
+from dsec_common.wire.consistency import DEPENDENCIES_MAX, DEPENDENCY, validate_dependency
 from dsec_common.wire.network import NetworkPolicy
 
 READ_FILE: Final = "read_file"
@@ -198,6 +199,30 @@ class Contract(msgspec.Struct, frozen=True, kw_only=True):
     command: Annotated[
         tuple[str, ...],
         ListOf("Program and arguments of one execution.", Text(), least=1, most=1024),
+    ] = ()
+    depends_on: Annotated[
+        tuple[str, ...],
+        ListOf(
+            "What an instance's state is made of and others change: databases, APIs, other "
+            "agents' outputs.",
+            Text(
+                "A dependency, such as orders-db.",
+                check=validate_dependency,
+                pattern=DEPENDENCY.pattern,
+                most=63,
+            ),
+            most=DEPENDENCIES_MAX,
+        ),
+    ] = ()
+    synchronise: Annotated[
+        tuple[str, ...],
+        ListOf(
+            "Program and arguments that take over what is new of depends_on; they read the "
+            "versions as JSON.",
+            Text(),
+            least=1,
+            most=1024,
+        ),
     ] = ()
     layers: Annotated[LayersOf, Table("The layers of its instances.", LayersOf)] = LayersOf()
     network: Annotated[

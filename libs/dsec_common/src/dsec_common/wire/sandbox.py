@@ -270,6 +270,10 @@ class SandboxInfo(Message, frozen=True, kw_only=True):
             before that, an earlier one was asked.
         paused_s: told by an inspection: how long it has stood still in all. Its commands' time
             limits stood still with it.
+        state_version_ms: told, as the two after it, by an inspection of an agent's instance: how
+            new its state is (Unix time).
+        behind: why it stands still until it is synchronised with what it depends on; else empty.
+        synchronise_error: why it could not be synchronised.
     """
 
     sandbox_id: str
@@ -301,6 +305,9 @@ class SandboxInfo(Message, frozen=True, kw_only=True):
     daemon_s: float = 0.0
     paused_s: float = 0.0
     agent_version: str = ""
+    state_version_ms: int = 0
+    behind: str = ""
+    synchronise_error: str = ""
 
 
 class InspectSandbox(Message, frozen=True, kw_only=True):

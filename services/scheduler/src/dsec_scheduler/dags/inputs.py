@@ -13,9 +13,9 @@ import structlog
 
 from dsec_common.clock import Clock
 from dsec_common.compute.consistency import CLOCK_TOLERANCE_MS, required_version_ms
+from dsec_common.consistency import keep_consistent
 from dsec_common.errors import DsecError, ErrorCode, not_found
 from dsec_common.wire.dag import WHOLE
-from dsec_scheduler.consistency import keep_consistent
 from dsec_scheduler.dags.converters import Converters
 from dsec_scheduler.dags.plans import PlannedStep
 from dsec_scheduler.dags.runs import RunRecord

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from dsec_common.consistency import keep_consistent
 from dsec_common.errors import DsecError, unavailable
-from dsec_scheduler.consistency import keep_consistent
 
 
 @dataclass

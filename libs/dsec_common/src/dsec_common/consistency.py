@@ -6,23 +6,15 @@ while it is synchronised, since what it would do meanwhile it would do on what i
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 import structlog
 
-from dsec_common import subjects
-from dsec_common.bus import Bus
 from dsec_common.compute.consistency import CLOCK_TOLERANCE_MS, judge
 from dsec_common.errors import DsecError
-from dsec_common.subjects import ScopedId
-from dsec_common.wire.base import Message
-from dsec_common.wire.life import PauseSandbox, ResumeSandbox
-from dsec_common.wire.sandbox import SandboxInfo
 
 log = structlog.get_logger()
-
-_TURN_S: Final = 30.0
 
 
 class Agent(Protocol):
@@ -72,42 +64,3 @@ async def keep_consistent(
         raise
     await agent.resume()
     return behind.required_ms
-
-
-class SandboxAgent:
-    """The agent in one sandbox: it stands still when its sandbox does.
-
-    Args:
-        bus: of a service that may pause sandboxes.
-        project: whose sandbox it is.
-        sandbox_id: which.
-        synchronise: brings the agent's state up to a version.
-    """
-
-    def __init__(
-        self,
-        bus: Bus,
-        project: str,
-        sandbox_id: ScopedId,
-        synchronise: Callable[[int], Awaitable[None]],
-    ) -> None:
-        self._bus = bus
-        self._project = project
-        self._sandbox_id = sandbox_id
-        self._synchronise = synchronise
-
-    async def pause(self, reason: str) -> None:
-        """Pause the sandbox; its behaviour log and its event tell the reason."""
-        await self._ask("pause", PauseSandbox(reason=reason))
-
-    async def synchronise(self, version_ms: int) -> None:
-        """Do what the agent's keeper said."""
-        await self._synchronise(version_ms)
-
-    async def resume(self) -> None:
-        """Resume the sandbox."""
-        await self._ask("resume", ResumeSandbox())
-
-    async def _ask(self, verb: str, message: Message) -> None:
-        subject = subjects.sandbox(self._project, self._sandbox_id, verb)
-        await self._bus.request(subject, message, SandboxInfo, timeout_s=_TURN_S)

@@ -132,7 +132,6 @@ AGENT_VERBS: Final = (
     "inspect",
     "instances",
     "update",
-    "remove",
     "revoke",
     "policy",
     "report_dependencies",

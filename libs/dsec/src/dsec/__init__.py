@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from dsec.agent import Agent, ToolCall, ToolResult
     from dsec.agents import Agents
     from dsec.client import DSecClient
     from dsec.dags import Dags
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __version__: Final = "0.1.0"
 
 __all__ = [
+    "Agent",
     "AgentInfo",
     "AgentPolicy",
     "Agents",
@@ -79,12 +81,15 @@ __all__ = [
     "SnapshotInfo",
     "Snapshots",
     "Stage",
+    "ToolCall",
+    "ToolResult",
     "Tunnel",
     "WarmUse",
     "__version__",
 ]
 
 _HOME_OF: Final = {
+    "Agent": "dsec.agent",
     "AgentInfo": "dsec_common.wire.agent",
     "AgentPolicy": "dsec_common.wire.agent",
     "Agents": "dsec.agents",
@@ -127,6 +132,8 @@ _HOME_OF: Final = {
     "Snapshots": "dsec.snapshots",
     "SandboxState": "dsec_common.wire.sandbox",
     "Stage": "dsec.rollouts",
+    "ToolCall": "dsec.agent",
+    "ToolResult": "dsec.agent",
     "Tunnel": "dsec.network",
     "WarmUse": "dsec_common.wire.task",
 }

@@ -45,10 +45,16 @@ class AgentError(Exception):
         message: what failed and what to do.
         retryable: whether the same request may succeed later.
         retry_after_s: seconds to wait before that; 0 leaves it to the caller.
+        details: flat facts for programs, such as ``expected_seq``.
     """
 
     def __init__(
-        self, code: str, message: str, retryable: bool = False, retry_after_s: float = 0.0
+        self,
+        code: str,
+        message: str,
+        retryable: bool = False,
+        retry_after_s: float = 0.0,
+        details: Json | None = None,
     ) -> None:
         """Take the parts."""
         super().__init__(f"{code}: {message}")
@@ -56,6 +62,7 @@ class AgentError(Exception):
         self.message = message
         self.retryable = retryable
         self.retry_after_s = retry_after_s
+        self.details = dict(details or {})
 
 
 class _Lost(Exception):  # noqa: N818  caught here; callers see AgentError
@@ -244,6 +251,7 @@ class AgentChannel:
                 str(error.get("message", "")),
                 bool(error.get("retryable", False)),
                 float(error.get("retry_after_s", 0.0)),
+                error.get("details"),
             )
         result = reply["result"]
         assert isinstance(result, dict)  # noqa: S101  the protocol's own

@@ -495,3 +495,52 @@ async def test_a_scheduler_that_is_killed_loses_no_change(world: World) -> None:
     await world.agents.push_policy("bot", paused=True)
     last = world.node.told[-1]
     assert last.policies[last.versions["1"]].paused
+
+
+async def test_what_nobody_uses_is_removed_with_its_package(world: World) -> None:
+    first, second = b"one" * 1000, b"two" * 1000
+    await world.agents.register("bot", "1", package=first, toolkits=["tools@1"])
+    await world.agents.register("bot", "2", package=second)
+    await world.agents.register_like("bot", "3", of="1", toolkits=["tools@2"])
+    await world.node.report("a")
+    with pytest.raises(DsecError, match="1 instances") as used:
+        await world.agents.remove("bot")
+    assert used.value.code is ErrorCode.CONFLICT
+    assert await world.agents.remove("bot", "2") == ("2",)
+    with pytest.raises(DsecError, match="piece 0"):
+        await world.agents._ask("register", _with_package(_sha256(second), 3000), AgentInfo)
+    with pytest.raises(DsecError, match="no version '2'"):
+        await world.agents.remove("bot", "2")
+    await world.agents.update("bot", "3", failure_window_s=0.0)
+    await world.node.report(ended=("a",))
+    assert await world.agents.remove("bot", "1") == ("1",)
+    (left,) = (await world.agents.inspect("bot")).versions
+    # The package is that of the other version, too.
+    assert (left.version, left.toolkits) == ("3", ("tools@2",))
+    assert left.package_sha256 == _sha256(first)
+    assert await world.agents.remove("bot") == ("3",)
+    for gone in (world.agents.inspect, world.agents.remove):
+        with pytest.raises(DsecError) as missing:
+            await gone("bot")
+        assert missing.value.code is ErrorCode.NOT_FOUND
+    assert await world.agents.list() == []
+    with pytest.raises(DsecError, match="piece 0"):
+        await world.agents._ask("register", _with_package(_sha256(first), 3000), AgentInfo)
+    again = await world.agents.register("bot", "1")
+    assert (again.active, again.versions[0].package_bytes) == ("1", 0)
+
+
+async def test_the_last_update_is_rolled_back_and_that_again(world: World) -> None:
+    await world.agents.register("bot", "1")
+    with pytest.raises(DsecError, match="never updated") as caught:
+        await world.agents.rollback("bot")
+    assert caught.value.code is ErrorCode.CONFLICT
+    await world.agents.register("bot", "2")
+    await world.agents.update("bot", "2")
+    for active in ("1", "2"):
+        await world.agents.rollback("bot")
+        assert (await world.agents.inspect("bot")).active == active
+
+
+def _sha256(package: bytes) -> str:
+    return hashlib.sha256(package).hexdigest()

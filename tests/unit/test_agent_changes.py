@@ -271,3 +271,39 @@ def test_a_node_knows_when_single_instances_alone_are_concerned() -> None:
     assert only_pins(before, merged(before, _rules(4, 1, 3))) == frozenset({"a"})
     assert only_pins(before, merged(before, _rules(4, 3, 3))) is None
     assert only_pins(None, before) is None
+
+
+def test_a_version_that_nobody_uses_can_be_removed() -> None:
+    record = changes.updated(_agent("1", "2", "3"), _update("2"), Outcome(), 10.0)
+    without = changes.removed(record, "3", {"1": 5}, 20.0)
+    assert list(without.versions) == ["1", "2"]
+    assert without.revision == record.revision + 1
+    for version, instances, why in (
+        ("2", {}, "new work goes to it"),
+        ("1", {"1": 5}, "5 instances"),
+        ("1", {}, "new work goes back to it"),
+    ):
+        with pytest.raises(DsecError, match=why) as kept:
+            changes.removed(record, version, instances, 20.0)
+        assert kept.value.code is ErrorCode.CONFLICT
+    with pytest.raises(DsecError, match="no version '9'"):
+        changes.removed(record, "9", {}, 20.0)
+    # Once the update is settled nothing goes back by itself.
+    later = changes.removed(record, "1", {}, 10.0 + 100.0)
+    assert list(later.versions) == ["2", "3"]
+    assert later.rollout is None
+
+
+def test_an_agent_that_is_removed_and_comes_again_counts_its_revisions_on() -> None:
+    record = changes.pushed(_agent("1", "2"), SLOW, "", single=False)
+    with pytest.raises(DsecError, match="3 instances"):
+        changes.removed(record, "", {"2": 3}, 1.0)
+    gone = changes.removed(record, "", {}, 1.0)
+    assert (gone.versions, gone.active, gone.policies, gone.policy) == ({}, "", {}, 0)
+    assert gone.revision > record.revision
+    again = changes.registered(
+        gone, "default", RegisterAgent(name="bot", version="1", base="debian@12"), "", 2.0
+    )
+    assert (again.active, again.versions["1"].base) == ("1", "debian@12")
+    assert again.revision > gone.revision
+    assert changes.rules_of(again).policies == {}

@@ -15,7 +15,7 @@ from dsec.channel import ANSWER_PATIENCE_S, Channel
 from dsec.network import Policy, network_policy
 from dsec_common import subjects
 from dsec_common.bus_types import ReplyT
-from dsec_common.errors import DsecError, invalid
+from dsec_common.errors import DsecError, ErrorCode, invalid, not_found
 from dsec_common.wire.agent import (
     BATCH_MAX,
     PACKAGE_CHUNK_BYTES,
@@ -23,6 +23,7 @@ from dsec_common.wire.agent import (
     AgentInfo,
     AgentList,
     AgentPolicy,
+    AgentRemoved,
     AgentsUpdated,
     AgentUpdate,
     Governed,
@@ -34,6 +35,7 @@ from dsec_common.wire.agent import (
     PackagePieceKept,
     PushPolicy,
     RegisterAgent,
+    RemoveAgent,
     RevokePermission,
     UpdateAgents,
     UpdateOutcome,
@@ -143,6 +145,64 @@ class Agents:
                 group.create_task(send(index, data[start : start + PACKAGE_CHUNK_BYTES]))
         return digest
 
+    async def register_like(
+        self, name: str, version: str, *, of: str, toolkits: Iterable[str]
+    ) -> AgentInfo:
+        """Register a version that differs from another one in its toolkits alone.
+
+        Args:
+            name: the agent.
+            version: the new version.
+            of: the other one.
+            toolkits: in place of those of the other one.
+
+        Raises:
+            DsecError: ``not_found``; ``conflict`` when the version is registered with something
+                else.
+        """
+        agent = await self.inspect(name)
+        like = next((one for one in agent.versions if one.version == of), None)
+        if like is None:
+            raise not_found(f"{name} has no version {of[:64]!r}", agent=name, version=of[:64])
+        return await self._ask(
+            "register",
+            RegisterAgent(
+                name=name,
+                version=version,
+                description=agent.description,
+                contract=like.contract,
+                permissions=like.permissions,
+                base=like.base,
+                workspace=like.workspace,
+                toolkits=tuple(toolkits),
+                package_sha256=like.package_sha256,
+                package_bytes=like.package_bytes,
+            ),
+            AgentInfo,
+        )
+
+    async def remove(self, name: str, version: str = "") -> tuple[str, ...]:
+        """Remove a version that nobody uses, or an agent with all its versions.
+
+        The packages go that no other version has; layers stay.
+
+        Returns:
+            The versions that are gone.
+
+        Raises:
+            DsecError: ``not_found``; ``conflict`` for a version that has instances, that new work
+                goes to, or that it may go back to.
+        """
+        there = [one.version for one in (await self.inspect(name)).versions]
+        try:
+            removal = RemoveAgent(name=name, version=version)
+            return (await self._ask("remove", removal, AgentRemoved)).versions
+        except DsecError as error:
+            # It was there: the answer to this very request may have been lost before.
+            if error.code is not ErrorCode.NOT_FOUND or (version and version not in there):
+                raise
+        return (version,) if version else tuple(there)
+
     async def list(self, *, prefix: str = "", permission: str = "") -> builtins.list[AgentInfo]:
         """Return the project's agents by name: those whose names begin so and that need so."""
         found: list[AgentInfo] = []
@@ -232,6 +292,35 @@ class Agents:
             raise DsecError(outcome.refusal.code, outcome.refusal.reason)
         assert outcome.governed is not None  # noqa: S101  one of the two is there
         return outcome.governed
+
+    async def rollback(
+        self, name: str, *, drain_idle_s: float = 5.0, drain_timeout_s: float = 3600.0
+    ) -> Governed:
+        """Have new work go back to the version before the last update; once more undoes that.
+
+        Args:
+            name: the agent.
+            drain_idle_s: as :meth:`update` takes it.
+            drain_timeout_s: likewise.
+
+        Raises:
+            DsecError: ``not_found``; ``conflict`` when there was no update, or it is taken back.
+        """
+        agent = await self.inspect(name)
+        rollout = agent.rollout
+        if rollout is None or agent.active != rollout.to_version:
+            reason = rollout.reason if rollout is not None else "it was never updated"
+            raise DsecError(
+                ErrorCode.CONFLICT,
+                f"{name} has no update to take back: {reason or 'it is taken back'}",
+                details={"agent": name},
+            )
+        return await self.update(
+            name,
+            rollout.from_version,
+            drain_idle_s=drain_idle_s,
+            drain_timeout_s=drain_timeout_s,
+        )
 
     async def update_many(self, updates: Iterable[AgentUpdate]) -> builtins.list[UpdateOutcome]:
         """Update several agents with one request, each for itself; return what came of each."""

@@ -132,6 +132,7 @@ AGENT_VERBS: Final = (
     "inspect",
     "instances",
     "update",
+    "remove",
     "revoke",
     "policy",
     "report_dependencies",

@@ -241,6 +241,17 @@ class ListInstances(Message, frozen=True, kw_only=True):
     limit: int = 1000
 
 
+class RemoveAgent(Message, frozen=True, kw_only=True):
+    """Remove a version that nobody uses, or the agent with all its versions.
+
+    Attributes:
+        version: the one that goes; empty for all of them.
+    """
+
+    name: str
+    version: str = ""
+
+
 class AgentUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """One agent's new work goes to another version from now on.
 
@@ -408,6 +419,13 @@ class AgentsUpdated(Message, frozen=True, kw_only=True):
     """What came of each update, in order."""
 
     outcomes: tuple[UpdateOutcome, ...]
+
+
+class AgentRemoved(Message, frozen=True, kw_only=True):
+    """These versions are gone, with the packages that no other version has."""
+
+    name: str
+    versions: tuple[str, ...]
 
 
 class AgentRolledBack(Message, frozen=True, kw_only=True):

@@ -155,6 +155,60 @@ def _as_registered(version: VersionRecord) -> VersionRecord:
     )
 
 
+# --- Removal --------------------------------------------------------------------------------------
+
+
+def removed(
+    record: AgentRecord, version: str, instances: Mapping[str, int], now: float
+) -> AgentRecord:
+    """Return the agent without a version, or without any.
+
+    An agent without versions is none. Its document stays, and counts on when one of its name is
+    registered again: nodes and other schedulers take the higher revision.
+
+    Args:
+        record: the agent.
+        version: the one that goes; empty for all.
+        instances: how many each version has.
+        now: Unix time.
+
+    Raises:
+        DsecError: ``not_found`` for the version; ``conflict`` for one that has instances, that new
+            work goes to, or may go back to.
+    """
+    gone = list(record.versions) if not version else [find(record, version).version]
+    if len(gone) == len(record.versions):
+        _check_unused(record, gone, instances)
+        return _changed(
+            AgentRecord(project=record.project, name=record.name), revision=record.revision + 1
+        )
+    _check_unused(record, gone, instances)
+    (name,) = gone
+    rollout = record.rollout
+    if name == record.active:
+        raise _kept(record, name, "new work goes to it: update to another version first")
+    if rollout is not None and name in {rollout.from_version, rollout.to_version}:
+        if rollout.state == "watching" and now < rollout.began_at + rollout.window_s:
+            raise _kept(record, name, "new work goes back to it when too much of the update fails")
+        rollout = None
+    versions = {key: one for key, one in record.versions.items() if key != name}
+    return _changed(record, revision=record.revision + 1, versions=versions, rollout=rollout)
+
+
+def _check_unused(record: AgentRecord, gone: list[str], instances: Mapping[str, int]) -> None:
+    for name in gone:
+        if count := instances.get(name, 0):
+            raise _kept(record, name, f"it has {count} instances: let them finish, or delete them")
+
+
+def _kept(record: AgentRecord, version: str, why: str) -> DsecError:
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"{record.name} {version} cannot be removed: {why}",
+        details={"agent": record.name, "version": version},
+    )
+
+
 # --- Rolling updates ------------------------------------------------------------------------------
 
 

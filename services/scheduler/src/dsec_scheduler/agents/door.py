@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -16,6 +18,7 @@ from dsec_common.wire.agent import (
     BATCH_MAX,
     AgentInfo,
     AgentList,
+    AgentRemoved,
     AgentsUpdated,
     AgentUpdate,
     AgentVersionInfo,
@@ -29,6 +32,7 @@ from dsec_common.wire.agent import (
     PushPolicy,
     Refusal,
     RegisterAgent,
+    RemoveAgent,
     RevokePermission,
     RolloutInfo,
     UpdateAgents,
@@ -181,6 +185,41 @@ class AgentDoor:
                 if version in {"", one.version} and request.node in {"", shards.node_of(sandbox_id)}
             ]
         return InstanceList(cause_id=request.message_id, instances=tuple(found))
+
+    async def remove(self, asked: Request[RemoveAgent]) -> AgentRemoved:
+        """Remove a version, or an agent; on return no scheduler gives it work.
+
+        Its packages go, too, unless another version has them. Should that not be possible now, they
+        are left behind: the version is gone all the same.
+
+        Raises:
+            DsecError: ``not_found``; ``conflict`` for what is in use.
+        """
+        request, project = asked.message, asked.project
+        before = await self._registry.read(project, validate_name(request.name))
+        documents = (await self._registry.shards(project)).values()
+        counts = Counter(one.version for _, one in shards.instances_of(documents, request.name))
+        after = await self._registry.change(
+            project,
+            request.name,
+            lambda kept: changes.removed(
+                kept or before, request.version, counts, self._clock.now()
+            ),
+        )
+        gone = [one for name, one in before.versions.items() if name not in after.versions]
+        packages = {(one.package_sha256, one.package_bytes) for one in gone if one.package_sha256}
+        for record in await self._registry.of_project(project) if packages else ():
+            packages -= {
+                (one.package_sha256, one.package_bytes) for one in record.versions.values()
+            }
+        for sha256, size in sorted(packages):
+            with contextlib.suppress(DsecError):
+                await self._packages.remove(project, sha256, size)
+        return AgentRemoved(
+            cause_id=request.message_id,
+            name=request.name,
+            versions=tuple(one.version for one in gone),
+        )
 
     # --- Updates ------------------------------------------------------------------------------
 

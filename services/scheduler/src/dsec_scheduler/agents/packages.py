@@ -88,6 +88,11 @@ class Packages:
         async for _ in self.read(project, sha256, size):
             pass
 
+    async def remove(self, project: str, sha256: str, size: int) -> None:
+        """Remove a package that no version has any more; pieces that are not there are fine."""
+        for index in range(-(-size // PACKAGE_CHUNK_BYTES)):
+            await self._bucket.delete(_name(project, sha256, index))
+
 
 def _check_digest(sha256: str) -> None:
     if not _DIGEST.fullmatch(sha256):

@@ -14,6 +14,7 @@ from dsec_common.wire.agent import (
     ListInstances,
     PushPolicy,
     RegisterAgent,
+    RemoveAgent,
     ReportInstances,
     RevokePermission,
     UpdateAgents,
@@ -67,6 +68,7 @@ class AgentPart:
         await bus.serve(verb("inspect"), InspectAgent, door.inspect, queue=queue)
         await bus.serve(verb("instances"), ListInstances, door.instances, queue=queue)
         await bus.serve(verb("update"), UpdateAgents, door.update, queue=queue)
+        await bus.serve(verb("remove"), RemoveAgent, door.remove, queue=queue)
         await bus.serve(verb("revoke"), RevokePermission, door.revoke, queue=queue)
         await bus.serve(verb("policy"), PushPolicy, door.policy, queue=queue)
         await bus.serve(

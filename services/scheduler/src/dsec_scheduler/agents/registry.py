@@ -111,7 +111,8 @@ class Registry:
 
     def known(self, project: str, name: str) -> AgentRecord | None:
         """Return an agent as last heard, without asking; None when nothing was heard of one."""
-        return self._known.get(f"{project}.{name}")
+        record = self._known.get(f"{project}.{name}")
+        return record if record is not None and record.versions else None
 
     async def read(self, project: str, name: str) -> AgentRecord:
         """Return an agent as it is now.
@@ -127,12 +128,15 @@ class Registry:
             raise changes.no_agent(name) from None
         record = _present(entry)
         self._learn(entry.key, record)
+        if not record.versions:
+            raise changes.no_agent(name)
         return record
 
     async def of_project(self, project: str) -> list[AgentRecord]:
         """Return the project's agents as they are now, by name."""
         entries = await self._agents.entries(f"{project}.*")
-        return sorted(map(_present, entries), key=lambda record: record.name)
+        there = (record for record in map(_present, entries) if record.versions)
+        return sorted(there, key=lambda record: record.name)
 
     async def change(
         self, project: str, name: str, change: Callable[[AgentRecord | None], AgentRecord]

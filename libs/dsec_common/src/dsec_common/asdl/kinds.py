@@ -16,11 +16,10 @@ from dsec_common.asdl.documents import BOOL, FLOAT, INT, NULL, STR
 from dsec_common.asdl.problems import Findings, Path, nearest, shown
 from dsec_common.errors import DsecError
 
-TEXT_MAX: Final = 4096
-"""Characters of a text that says of itself no less."""
-
-LIST_MAX: Final = 256
-"""Parts of a list that says of itself no less."""
+#: Characters of a text that says of itself no less.
+_TEXT_MAX: Final = 4096
+#: Parts of a list that says of itself no less.
+_LIST_MAX: Final = 256
 
 BAD: Final = object()
 """In place of a value that could not be read; what is wrong with it is noted."""
@@ -89,7 +88,7 @@ class Text(Kind):
         *,
         check: Callable[[str], object] | None = None,
         pattern: str = "",
-        most: int = TEXT_MAX,
+        most: int = _TEXT_MAX,
     ) -> None:
         super().__init__(about)
         self._check = check
@@ -354,9 +353,10 @@ class SchemaOf(Free):
 class ListOf(Kind):
     """A list of one kind."""
 
-    def __init__(self, about: str, part: Kind, *, most: int = LIST_MAX, least: int = 0) -> None:
+    def __init__(self, about: str, part: Kind, *, most: int = _LIST_MAX, least: int = 0) -> None:
         super().__init__(about)
-        self._part, self._most, self._least = part, most, least
+        self.part = part
+        self._most, self._least = most, least
 
     def _value(self, node: Node, path: Path, reading: Reading) -> Any:
         if not isinstance(node, SequenceNode):
@@ -368,13 +368,13 @@ class ListOf(Kind):
         for index, part in enumerate(node.value):
             at = (*path, index)
             reading.nodes[at] = part
-            reading.values[at] = self._part.read(part, at, reading)
+            reading.values[at] = self.part.read(part, at, reading)
         values = [reading.values[*path, index] for index in range(len(node.value))]
         return tuple(value for value in values if value is not BAD)
 
     def _shape(self) -> dict[str, Any]:
         few = {"minItems": self._least} if self._least else {}
-        return {"type": "array", "items": self._part.schema(), "maxItems": self._most, **few}
+        return {"type": "array", "items": self.part.schema(), "maxItems": self._most, **few}
 
 
 class Table(Kind):

@@ -39,12 +39,14 @@ PERMISSIONS: Final = (NETWORK_ACCESS, READ_FILE, WRITE_FILE, RUN_COMMAND)
 """The built-in permissions; a plug-in's own have a dot in their names."""
 
 ATTEMPTS_MAX: Final = 100
+"""Executions of one step, those that failed included."""
+
 MEMORY_MIN_MB: Final = 4
 MEMORY_MAX_MB: Final = 16 * 1024 * 1024
 TIMEOUT_MAX_S: Final = 30 * 86_400
-TOKENS_MAX: Final = 100_000_000
+_TOKENS_MAX: Final = 100_000_000
 USUAL_JITTER: Final = 0.1
-TOOLKITS_MAX: Final = 62
+_TOOLKITS_MAX: Final = 62
 
 _CU_MAX: Final = COUNT_MAX * UNITS_MAX
 _LAYER: Final = Text("A layer: name@version, name:tag or sha256:….", most=512)
@@ -66,7 +68,10 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[
         int | None,
         Number(
-            "Tokens that one answer of the model has at most.", least=1, most=TOKENS_MAX, whole=True
+            "Tokens that one answer of the model has at most.",
+            least=1,
+            most=_TOKENS_MAX,
+            whole=True,
         ),
     ] = None
     temperature: Annotated[float | None, Number("Of the model's answers.", least=0, most=2)] = None
@@ -145,7 +150,7 @@ class LayersOf(msgspec.Struct, frozen=True, kw_only=True):
     base: Annotated[str, _LAYER] = ""
     workspace: Annotated[str, _LAYER] = ""
     toolkits: Annotated[
-        tuple[str, ...], ListOf("On top of those of the request.", _LAYER, most=TOOLKITS_MAX)
+        tuple[str, ...], ListOf("On top of those of the request.", _LAYER, most=_TOOLKITS_MAX)
     ] = ()
 
 

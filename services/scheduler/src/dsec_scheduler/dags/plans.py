@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dsec_common.asdl.model import ATTEMPTS_MAX
 from dsec_common.asdl.reading import read_value
 from dsec_common.asdl.terms import USUAL_TIMEOUT_S, terms_of
 from dsec_common.errors import DsecError, ErrorCode, invalid
@@ -18,9 +19,6 @@ from dsec_scheduler.dags import schemas
 from dsec_scheduler.dags.converters import Converters, kinds
 
 _OWN: Final = "$"
-ATTEMPTS_MAX: Final = 100
-"""Attempts at one step."""
-
 
 class AgentContract(msgspec.Struct, frozen=True, kw_only=True):
     """What a DAG has to know of the agent of a step."""

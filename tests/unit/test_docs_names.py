@@ -30,7 +30,7 @@ SERVICES = {
 }
 APPS = {"dsec": dsec_app, "dsec-cli": dsec_app, "dsec-init": init_app}
 ANY = ScopedId("any", "any")
-NODE_VERBS = ("place", "list", "pools", "govern", "revoke", "resize", "retire")
+NODE_VERBS = ("place", "list", "pools", "govern", "synchronise", "revoke", "resize", "retire")
 SYSTEM_SUBJECTS = (
     subjects.heartbeat("any"),
     *(subjects.node_request("any", verb) for verb in NODE_VERBS),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from contracts_shown import PDF_ANALYZER, WEATHER_FORECASTER
 from dsec_common.asdl.reading import checked, read_text
@@ -80,8 +82,9 @@ def test_no_grace_ends_an_instance_with_its_time() -> None:
     ("text", "network"),
     [
         ("{}", None),
-        ("capabilities: []", NONE),
-        ("capabilities: [{tool: files, permissions: [read_file]}]", NONE),
+        ("capabilities: []", None),
+        ("network: none", None),
+        ("capabilities: [{tool: files, permissions: [read_file]}]", None),
         (TOOLS, OPEN),
         (TOOLS + "network: {allow: [10.1.0.0/16]}", SOME),
         ("network: {allow: [10.1.0.0/16]}", SOME),
@@ -145,6 +148,36 @@ def test_a_request_for_more_is_denied_with_its_field(
         asked(said(text), **fields)
     assert caught.value.code is ErrorCode.DENIED
     assert caught.value.details["field"] == field
+
+
+@given(
+    most_mb=st.integers(4, 4096),
+    asked=st.builds(
+        CreateSandbox,
+        base=st.just("b@1"),
+        limits=st.builds(
+            Limits,
+            memory_bytes=st.integers(4 * MIB, 4096 * MIB),
+            cu=st.sampled_from([0.0, 1.0, 50.0]),
+        ),
+        network=st.sampled_from([None, OPEN, NONE, SOME]),
+        ttl_s=st.floats(0, 1e4),
+        command=st.builds(ExecCommand, argv=st.just(("a",)), timeout_s=st.floats(0.001, 1e4)),
+    ),
+)
+def test_no_request_gets_more_than_its_contract_allows(most_mb: int, asked: CreateSandbox) -> None:
+    text = f"resources: {{memory_mb: {most_mb}, max_cu: 9}}\nlifecycle: {{timeout: 60s}}"
+    try:
+        meant = under(said(f"capabilities: []\n{text}"), asked, "bot")
+    except DsecError:
+        return
+    assert meant.limits.memory_bytes <= most_mb * MIB
+    assert meant.gpu_demand is not None
+    assert meant.gpu_demand.max_cu <= 9
+    assert meant.network is None or meant.network.mode is NetworkMode.NONE
+    assert 0 < meant.ttl_s <= 60 + SHUTDOWN_GRACE_S
+    assert meant.command is not None
+    assert meant.command.timeout_s <= 60
 
 
 def test_the_set_up_is_its_callers_own() -> None:

@@ -28,7 +28,6 @@ USUAL_TIMEOUT_S: Final = ExecCommand(argv=()).timeout_s
 """Of a command that says nothing of its time."""
 
 _OPEN: Final = NetworkPolicy(mode=NetworkMode.OPEN)
-_NOTHING: Final = NetworkPolicy()
 _USUAL_MEMORY_BYTES: Final = Limits().memory_bytes
 
 
@@ -57,8 +56,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         memory_bytes: given to an instance whose request leaves it at the usual, and the most.
         gpu: Compute Units asked for when the request asks for none; its ``max_cu`` is the most.
         network_allowed: whether an instance may reach anything but itself.
-        network: what an instance may reach; its request may ask for less, but for an own policy
-            only where the contract leaves all open.
+        network: what an instance may reach, None is nothing; its request may ask for less, but for
+            an own policy only where the contract leaves all open.
         timeout_s: of one execution.
         deadline_s: after its creation an instance is ended.
         retry: of an execution that failed.
@@ -125,11 +124,12 @@ def terms_of(contract: Contract, permissions: Iterable[str] = ()) -> Terms:
 
 def _network(contract: Contract, permissions: set[str]) -> tuple[bool | None, NetworkPolicy | None]:
     if contract.network is not None:
-        return contract.network.mode is not NetworkMode.NONE, contract.network
+        allowed = contract.network.mode is not NetworkMode.NONE
+        return allowed, contract.network if allowed else None
     if contract.capabilities is None:
         return None, None
     allowed = NETWORK_ACCESS in permissions
-    return allowed, _OPEN if allowed else _NOTHING
+    return allowed, _OPEN if allowed else None
 
 
 def placing_terms(terms: Terms) -> Terms:

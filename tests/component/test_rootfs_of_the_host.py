@@ -57,6 +57,12 @@ def test_python_threads_end(root: Path) -> None:
     assert run_in(root, "python3", "-c", program) == "1\n"
 
 
+def test_modules_in_machine_code_find_what_they_may_be_linked_to(root: Path) -> None:
+    names = ["libpthread.so.0", "libdl.so.2", "librt.so.1", "libm.so.6", "libstdc++.so.6"]
+    program = f"import ctypes; [ctypes.CDLL(name) for name in {names}]; print('ok')"
+    assert run_in(root, "python3", "-c", program) == "ok\n"
+
+
 def test_scripts_find_python_under_its_usual_names(root: Path) -> None:
     for name in ("/usr/bin/python3", "/usr/local/bin/python", "python"):
         assert run_in(root, name, "-c", "import sys; print(sys.prefix)") == "/usr/local\n"

@@ -38,6 +38,13 @@ DEFAULT_PROGRAMS: Final = (
 #: with the first and looks up names with the others.
 _LOADED_LATER: Final = ("libgcc_s.so.1", "libnss_files.so.2", "libnss_dns.so.2", "libresolv.so.2")
 
+#: What modules in machine code may be linked to, wherever they were built (PEP 513), and no program
+#: here need be.
+_LINKED_BY_WHEELS: Final = (
+    *("libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libutil.so.1"),
+    "libstdc++.so.6",
+)
+
 _LINKS: Final = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
 # fmt: off
 _PLAIN_DIRECTORIES: Final = (
@@ -163,6 +170,7 @@ class _Rootfs:
         self._copied: set[Path] = set()
         #: Files of the host whose shared libraries are needed.
         self._linked: list[Path] = []
+        self._later: tuple[str, ...] = _LOADED_LATER
         self.missing: list[str] = []
 
     def make_skeleton(self) -> None:
@@ -215,6 +223,7 @@ class _Rootfs:
             self._link(self._dest / "usr" / "bin" / name, f"/usr/local/bin/{name}")
         library = self._dest / "usr" / "local" / "lib" / f"python{version}"
         self._copy_stdlib(Path(about["stdlib"]), library)
+        self._later = (*self._later, *_LINKED_BY_WHEELS)
         return version
 
     def add_libraries(self) -> None:
@@ -228,7 +237,7 @@ class _Rootfs:
         # The loader always searches the directory of libc, wherever a library was on the host.
         libc = resolved["libc.so.6"]
         home = self._dest / _merged(libc.parent)
-        later = {name: libc.with_name(name) for name in _LOADED_LATER}
+        later = {name: libc.with_name(name) for name in self._later}
         present = {name: path for name, path in later.items() if path.exists()}
         for name, path in (present | resolved).items():
             self._copy(Path(os.path.realpath(path)), home / name)

@@ -27,6 +27,7 @@ from dsec.layers import Layers as AsyncLayers
 from dsec.network import Network as AsyncNetwork
 from dsec.network import PortStream as AsyncPortStream
 from dsec.network import Tunnel as AsyncTunnel
+from dsec.pack import layering, registering
 from dsec.pools import Pools as AsyncPools
 from dsec.process import Process as AsyncProcess
 from dsec.rollouts import Rollout as AsyncRollout
@@ -37,7 +38,6 @@ from dsec.session import Session as AsyncSession
 from dsec.snapshots import Snapshot as AsyncSnapshot
 from dsec.snapshots import Snapshots as AsyncSnapshots
 from dsec_common.errors import invalid
-from dsec_common.wire.layer import LayerInfo
 
 __all__ = [
     "Agents",
@@ -56,6 +56,9 @@ __all__ = [
     "Snapshots",
     "Stage",
     "build_layer",
+    "import_package",
+    "register_package",
+    "update_model",
 ]
 
 _END: Final = object()
@@ -219,13 +222,20 @@ Tunnel: Any = _twin_of(AsyncTunnel)
 DSecClient: Any = _twin_of(asynchronous.DSecClient, _ClientTwin)
 
 
-@functools.wraps(recipes.build_layer)
-def build_layer(client: Any, recipe: recipes.Recipe, **named: Any) -> LayerInfo:
-    """Build a recipe with a client of this module; see :func:`dsec.recipes.build_layer`."""
-    built: LayerInfo = client._loop.run(  # noqa: SLF001  a twin of this module
-        recipes.build_layer(client._inner, recipe, **named)  # noqa: SLF001  as above
-    )
-    return built
+def _with_twin(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
+    """Return a function for clients of this module; the original has the same documentation."""
+
+    @functools.wraps(work)
+    def worked(client: Any, *given: Any, **named: Any) -> Any:
+        return client._loop.run(work(client._inner, *given, **named))  # noqa: SLF001  its twin
+
+    return worked
+
+
+build_layer: Any = _with_twin(recipes.build_layer)
+import_package: Any = _with_twin(layering.import_package)
+register_package: Any = _with_twin(registering.register_package)
+update_model: Any = _with_twin(registering.update_model)
 
 
 _TWIN_OF: Final[dict[type, Any]] = {

@@ -12,6 +12,7 @@ from dsec.cli import asdl
 from dsec.cli.network import Allow, Deny, Network, PolicyFile, RuleSet, policy_of
 from dsec.cli.options import Toolkits, Workspace
 from dsec.cli.output import Json, Output, UsageError, age_text, pairs, run, size_text
+from dsec.cli.pack import PublicKey, signer_demanded
 
 app = typer.Typer(no_args_is_help=True, help="Agents: versions, instances, and what they may do.")
 app.command()(asdl.lint)
@@ -23,6 +24,12 @@ _INSTANCE_HEADERS: Final = ("SANDBOX", "VERSION", "AGE", "POLICY")
 
 Name = Annotated[str, typer.Argument(help="The agent's name.")]
 OneVersion = Annotated[str, typer.Option("--version", help="Only this version's instances.")]
+DrainIdle = Annotated[
+    float, typer.Option(help="Old instances leave when unused for so many seconds.")
+]
+DrainTimeout = Annotated[
+    float, typer.Option(help="They leave after so many seconds in any case; 0: never.")
+]
 Instances = Annotated[
     list[str] | None, typer.Option("--instance", help="Only this sandbox; repeat for more.")
 ]
@@ -39,6 +46,13 @@ def _row(agent: Any) -> tuple[str, ...]:
         permissions or "-",
         agent.description or "-",
     )
+
+
+def _show_agent(output: Output, agent: Any) -> None:
+    if output.json:
+        output.document(agent)
+    else:
+        output.table(_HEADERS, [_row(agent)])
 
 
 def _show_governed(output: Output, governed: Any) -> None:
@@ -63,7 +77,10 @@ def register(
         typer.Option("--asdl", exists=True, dir_okay=False, help="The agent's contract (YAML)."),
     ] = None,
     package: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="The agent's package.")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Its package, which holds the contract and the code."
+        ),
     ] = None,
     name: Annotated[str, typer.Option(help="Its name; else the contract's.")] = "",
     version: Annotated[str, typer.Option(help="Its version; else the contract's.")] = "",
@@ -74,6 +91,7 @@ def register(
     base: Annotated[str, typer.Option(help="Base layer of its instances.")] = "",
     workspace: Workspace = "",
     toolkit: Toolkits = None,
+    public_key: PublicKey = "",
     json_output: Json = False,
 ) -> None:
     """Register a version of an agent; the first one is active at once."""
@@ -81,7 +99,24 @@ def register(
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
         from dsec.contracts import Contract, read_contract  # noqa: PLC0415  likewise
+        from dsec.pack.registering import register_package  # noqa: PLC0415  likewise
 
+        if package is not None:
+            if contract or name or version:
+                raise UsageError("a package says its name, version and contract itself")
+            async with client() as dsec:
+                agent = await register_package(
+                    dsec,
+                    package,
+                    public_key=signer_demanded(public_key),
+                    description=description,
+                    permissions=permission or (),
+                    base=base,
+                    workspace=workspace,
+                    toolkits=toolkit or (),
+                )
+            _show_agent(output, agent)
+            return
         written: dict[str, Any] = {}
         said = Contract()
         if contract is not None:
@@ -97,12 +132,8 @@ def register(
                 base=base,
                 workspace=workspace,
                 toolkits=toolkit or (),
-                package=package,
             )
-        if output.json:
-            output.document(agent)
-        else:
-            output.table(_HEADERS, [_row(agent)])
+        _show_agent(output, agent)
 
     run(work, json=json_output)
 
@@ -204,12 +235,14 @@ def update(
     *,
     name: Annotated[str, typer.Option(help="The agent.")],
     version: Annotated[str, typer.Option(help="The version that new work goes to.")],
-    drain_idle: Annotated[
-        float, typer.Option(help="Old instances leave when unused for so many seconds.")
-    ] = 5.0,
-    drain_timeout: Annotated[
-        float, typer.Option(help="They leave after so many seconds in any case; 0: never.")
-    ] = 3600.0,
+    model_path: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Make it of the active one, with these weights."
+        ),
+    ] = None,
+    drain_idle: DrainIdle = 5.0,
+    drain_timeout: DrainTimeout = 3600.0,
     failure_window: Annotated[
         float | None, typer.Option(help="Seconds for which the new version is watched.")
     ] = None,
@@ -222,17 +255,64 @@ def update(
 
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+        from dsec.pack.registering import update_model  # noqa: PLC0415  likewise
 
         async with client() as dsec:
-            governed = await dsec.agents.update(
-                name,
-                version,
-                drain_idle_s=drain_idle,
-                drain_timeout_s=drain_timeout,
-                failure_window_s=failure_window,
-                failure_threshold=failure_threshold,
+            rolling: dict[str, Any] = {
+                "drain_idle_s": drain_idle,
+                "drain_timeout_s": drain_timeout,
+                "failure_window_s": failure_window,
+                "failure_threshold": failure_threshold,
+            }
+            if model_path is None:
+                governed = await dsec.agents.update(name, version, **rolling)
+            else:
+                governed = await update_model(dsec, name, version, model_path, **rolling)
+        _show_governed(output, governed)
+
+    run(work, json=json_output)
+
+
+@app.command()
+def rollback(
+    name: Name,
+    *,
+    drain_idle: DrainIdle = 5.0,
+    drain_timeout: DrainTimeout = 3600.0,
+    json_output: Json = False,
+) -> None:
+    """Have new work go back to the version before the last update; once more undoes that."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            governed = await dsec.agents.rollback(
+                name, drain_idle_s=drain_idle, drain_timeout_s=drain_timeout
             )
         _show_governed(output, governed)
+
+    run(work, json=json_output)
+
+
+@app.command()
+def remove(
+    name: Name,
+    *,
+    version: Annotated[str, typer.Option(help="Only this version; else all of the agent.")] = "",
+    json_output: Json = False,
+) -> None:
+    """Remove a version that nobody uses, or an agent; its layers stay."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            versions = await dsec.agents.remove(name, version)
+        if output.json:
+            output.document({"name": name, "versions": versions})
+        else:
+            output.text(f"{name}: {', '.join(versions)} removed")
 
     run(work, json=json_output)
 

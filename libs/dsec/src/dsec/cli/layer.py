@@ -7,12 +7,16 @@ import tempfile
 from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dsec.cli.output import Json, Output, UsageError, age_text, run, size_text, time_text
+from dsec.cli.pack import PublicKey, signer_demanded
 from dsec.cli.progress import ImportProgress, tell_line
+
+if TYPE_CHECKING:
+    from dsec.pack.package import Package
 
 app = typer.Typer(no_args_is_help=True, help="Layers: the read-only trees sandboxes are made of.")
 
@@ -38,12 +42,16 @@ class Git(StrEnum):
 def import_layer(
     path: Annotated[
         Path | None,
-        typer.Argument(help="A directory, a tar, an OCI layout or a `docker save` archive."),
+        typer.Argument(help="A directory, a tar, an OCI layout, a `docker save` archive, a .dsec."),
     ] = None,
     *,
-    name: Annotated[str, typer.Option(help="Its name.")],
-    version: Annotated[str, typer.Option(help="Its version; together name@version.")],
-    kind: Annotated[Kind, typer.Option(help="Which layer of a sandbox it is.")] = Kind.BASE,
+    name: Annotated[str, typer.Option(help="Its name; a package's is the agent's.")] = "",
+    version: Annotated[
+        str, typer.Option(help="Its version; together name@version. A package's is the agent's.")
+    ] = "",
+    kind: Annotated[
+        Kind | None, typer.Option(help="Which layer of a sandbox it is; a base, or a package.")
+    ] = None,
     oci: Annotated[bool, typer.Option("--oci", help="Refuse what is no container image.")] = False,
     image: Annotated[
         str, typer.Option("--image", help="Which image of several, as name:tag; implies --oci.")
@@ -65,6 +73,7 @@ def import_layer(
     git: Annotated[
         Git | None, typer.Option("--git", help="What becomes of repositories; cut with --clean.")
     ] = None,
+    public_key: PublicKey = "",
     json_output: Json = False,
 ) -> None:
     """Make a layer and put it into the stores of all nodes.
@@ -74,9 +83,15 @@ def import_layer(
 
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+        from dsec.pack.layering import import_package  # noqa: PLC0415  as above
 
         if (path is None) != from_host:
             raise UsageError("give either a PATH or --from-host")
+        package = None if path is None else _package_at(path, public_key)
+        if package is None and not (name and version):
+            raise UsageError("give --name and --version")
+        if package and (kind not in {None, Kind.TOOLKIT} or exclude or clean or git or oci):
+            raise UsageError("a package is a toolkit, and nothing of it is left out")
         with ExitStack() as stack:
             progress = ImportProgress(stack, json=output.json)
             source = path
@@ -84,26 +99,23 @@ def import_layer(
                 if source is None:
                     output.say("building a root file system of this host's shell and Python …")
                     source = await asyncio.to_thread(_host_root, stack)
-                layers = dsec.layers
-                options: dict[str, Any] = {}
-                if oci or image:
-                    make: Any = layers.import_oci
-                    options["image"] = image
+                named: dict[str, Any] = {
+                    "name": name,
+                    "version": version,
+                    "tags": tags or (),
+                    "replace": replace,
+                    "progress": progress,
+                }
+                if package is not None:
+                    layer = await import_package(dsec, package, **named)
                 else:
-                    make = layers.import_path
-                layer = await make(
-                    source,
-                    kind=kind.value,
-                    name=name,
-                    version=version,
-                    tags=tags or (),
-                    replace=replace,
-                    exclude=exclude or (),
-                    clean=clean,
-                    git=git.value if git else None,
-                    progress=progress,
-                    **options,
-                )
+                    named["kind"] = (kind or Kind.BASE).value
+                    named |= {"exclude": exclude or (), "clean": clean}
+                    named["git"] = git.value if git else None
+                    if oci or image:
+                        layer = await dsec.layers.import_oci(source, image=image, **named)
+                    else:
+                        layer = await dsec.layers.import_path(source, **named)
         if output.json:
             output.document(layer)
         else:
@@ -112,6 +124,13 @@ def import_layer(
             output.text(f"{layer.reference}  {layer.digest}  {size_text(layer.size_bytes)}")
 
     run(work, json=json_output)
+
+
+def _package_at(path: Path, public_key: str) -> Package | None:
+    """Return the package that a file is, with the signature that is demanded; None for others."""
+    from dsec.pack.package import is_package, read_package_file  # noqa: PLC0415  --help stays quick
+
+    return read_package_file(path, signer_demanded(public_key)) if is_package(path) else None
 
 
 @app.command()

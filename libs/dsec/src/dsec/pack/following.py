@@ -40,7 +40,7 @@ class Reached:
         self.files: set[Path] = set()
         self.distributions: dict[str, Installed] = {}
         self.developed: dict[Path, Installed] = {}
-        self.sdk = Sdk()
+        self.sdk = Sdk(project.tools)
         self.left_out: dict[str, str] = {}
 
     def follow(self, included: Iterable[str], traced: Iterable[str]) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from dsec_chronus.config import ChronusConfig
 from dsec_chronus.effects import Answer, Effect, PurgeJournal, Refuse, WriteFrame
 from dsec_chronus.events import (
+    AnswerGiven,
+    AnswersAsked,
     AwaitAsked,
     ClockTicked,
     CloseAsked,
@@ -16,13 +18,18 @@ from dsec_chronus.events import (
     FrameFailed,
     FrameRead,
     FrameWritten,
+    GroupOpenAsked,
+    GroupTakeAsked,
     InspectAsked,
     Moment,
     NextAsked,
     OpenAsked,
     ReportAsked,
     ShardLost,
+    StepAsked,
+    StepsAsked,
     SweepDue,
+    TaskGiven,
 )
 from dsec_chronus.records import Frame, Record, pack
 from dsec_chronus.state import ShardState
@@ -32,6 +39,7 @@ from dsec_common.wire.base import Message
 START_S = 1_000_000.0
 PROJECT = "default"
 ROLLOUT = "r1"
+GROUP = "g1"
 
 
 @dataclass
@@ -73,7 +81,7 @@ class World:
     def take(self) -> None:
         """Have a fresh core read the journal, as after a crash; what was outstanding is gone."""
         self._epoch += 1
-        self.core = ShardState("s0", self.config)
+        self.core = ShardState("s0", self.config, str(self._epoch))
         self.to_write: list[WriteFrame] = []
         for sequence, frame in sorted(self.journal.frames.items()):
             self.handle(FrameRead(frame=frame, sequence=sequence))
@@ -141,7 +149,7 @@ class World:
 
     def durable_facts(self) -> dict[str, list[Record]]:
         """Return what a process would know that took the shard over now."""
-        core = ShardState("s0", self.config)
+        core = ShardState("s0", self.config, "looking")
         for sequence, frame in sorted(self.journal.frames.items()):
             core.handle(FrameRead(frame=frame, sequence=sequence))
         return core.facts()
@@ -266,6 +274,128 @@ class World:
                 local=local,
                 seq=seq,
                 wait_s=wait_s,
+                at=self.at,
+            )
+        )
+        return request_id
+
+    def step(
+        self,
+        seq: int,
+        payload: Any = None,
+        *,
+        wait_s: float = 30.0,
+        local: str = ROLLOUT,
+        project: str = PROJECT,
+    ) -> int:
+        """Report as the sandbox and wait for the feedback."""
+        request_id = self._next_id()
+        self.handle(
+            StepAsked(
+                request_id=request_id,
+                project=project,
+                local=local,
+                seq=seq,
+                stage="stage",
+                payload=pack(payload),
+                sandbox_id="node-1.a",
+                wait_s=wait_s,
+                at=self.at,
+            )
+        )
+        return request_id
+
+    # --- Groups; a task's rollout is named by its index, a group by its name --------------------
+
+    def take_group(self, group: str = GROUP, *, project: str = PROJECT) -> int:
+        """Become a group's trainer."""
+        request_id = self._next_id()
+        self.handle(
+            GroupTakeAsked(
+                request_id=request_id, project=project, local=group, group=group, at=self.at
+            )
+        )
+        return request_id
+
+    def open_group(
+        self,
+        fence: int,
+        tasks: dict[str, Any],
+        *,
+        labels: dict[str, str] | None = None,
+        group: str = GROUP,
+        project: str = PROJECT,
+    ) -> int:
+        """Open the rollouts of tasks: names of rollouts, and what each is to do."""
+        request_id = self._next_id()
+        given = tuple(
+            TaskGiven(local=local, index=index, task=pack(task))
+            for index, (local, task) in enumerate(tasks.items())
+        )
+        self.handle(
+            GroupOpenAsked(
+                request_id=request_id,
+                project=project,
+                local=group,
+                group=group,
+                fence=fence,
+                labels=labels or {},
+                tasks=given,
+                at=self.at,
+            )
+        )
+        return request_id
+
+    def steps(
+        self,
+        fence: int,
+        *,
+        epoch: str = "",
+        after: int = 0,
+        wait_s: float = 30.0,
+        limit: int = 256,
+        group: str = GROUP,
+        project: str = PROJECT,
+    ) -> int:
+        """Wait for steps as a group's trainer."""
+        request_id = self._next_id()
+        self.handle(
+            StepsAsked(
+                request_id=request_id,
+                project=project,
+                local=group,
+                group=group,
+                fence=fence,
+                epoch=epoch,
+                after=after,
+                wait_s=wait_s,
+                limit=limit,
+                at=self.at,
+            )
+        )
+        return request_id
+
+    def answer_steps(
+        self,
+        fence: int,
+        *answers: tuple[str, int, Any],
+        done: bool = False,
+        group: str = GROUP,
+        project: str = PROJECT,
+    ) -> int:
+        """Answer steps as a group's trainer: rollouts, numbers and payloads."""
+        request_id = self._next_id()
+        self.handle(
+            AnswersAsked(
+                request_id=request_id,
+                project=project,
+                local=group,
+                group=group,
+                fence=fence,
+                answers=tuple(
+                    AnswerGiven(local=local, seq=seq, payload=pack(payload), reward=1.0, done=done)
+                    for local, seq, payload in answers
+                ),
                 at=self.at,
             )
         )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dsec_chronus.config import ChronusConfig
 from dsec_chronus.leases import plan
-from dsec_chronus.service import rollout_id_of
+from dsec_chronus.keys import rollout_id_of
 
 SHARDS = ChronusConfig().shard_names
 

@@ -55,6 +55,10 @@ def test_no_token_of_a_built_subject_can_hold_a_wildcard(token: str) -> None:
         lambda: subjects.heartbeat(token),
         lambda: subjects.request_event("default", token, "created"),
         lambda: subjects.rollout_journal(token),
+        lambda: subjects.group("default", token, "next"),
+        lambda: subjects.rollout_group("default", token),
+        lambda: subjects.group_system("default", token, "open"),
+        lambda: subjects.shard_taken(token),
     )
     for build in builders:
         with pytest.raises(DsecError) as caught:
@@ -79,6 +83,7 @@ def test_ids_and_projects_are_read_back_from_subjects() -> None:
     assert ScopedId.parse(str(sandbox_id)) == sandbox_id
     system = subjects.rollout_system("team-a", ScopedId("s0", "r1"), "report")
     assert subjects.system_rollout_of(system) == ("team-a", ScopedId("s0", "r1"))
+    assert subjects.system_group_of(subjects.group_system("team-a", "s0", "open")) == "team-a"
 
 
 def test_a_services_own_subject_is_no_projects() -> None:
@@ -103,6 +108,8 @@ def test_every_subject_that_a_project_may_ask_is_exported() -> None:
         subjects.node("p", "inspect"),
         subjects.rollout_open("p"),
         *(subjects.rollout("p", identity, verb) for verb in subjects.ROLLOUT_VERBS),
+        *(subjects.rollout_group("p", verb) for verb in ("take_group", "open_group")),
+        *(subjects.group("p", "s0", verb) for verb in subjects.GROUP_VERBS),
         subjects.sandbox_create_gang("p"),
         *(subjects.sandbox_waiting("p", verb) for verb in ("explain", "cancel")),
         subjects.force_unlock("p"),

@@ -81,6 +81,8 @@ _PUBLISHES: Final[dict[str, tuple[str, ...]]] = {
     "chronus": (
         f"{ROOT}.{SYSTEM}.journal.*",
         f"{ROOT}.{SYSTEM}.rollout.>",
+        f"{ROOT}.{SYSTEM}.group.>",
+        f"{ROOT}.{SYSTEM}.shard.*.taken",
         f"{ROOT}.*.evt.rollout.>",
     ),
     "tracer": (),
@@ -111,8 +113,12 @@ _SUBSCRIBES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "chronus": (
         f"{ROOT}.*.rollout.open",
+        f"{ROOT}.*.rollout.take_group",
+        f"{ROOT}.*.rollout.open_group",
         f"{ROOT}.*.rollout.*.*.*",
+        f"{ROOT}.*.group.*.*",
         f"{ROOT}.{SYSTEM}.rollout.>",
+        f"{ROOT}.{SYSTEM}.group.>",
     ),
     "tracer": (f"{ROOT}.*.trace.*",),
     "operator": (subjects.EVENT_PATTERN, subjects.HEARTBEATS),
@@ -172,6 +178,7 @@ def service_permissions(role: str, node: str = "") -> tuple[list[str], list[str]
             f"{ROOT}.*.layer.{node}.*",
             f"{ROOT}.*.snapshot.{node}.*",
             f"{ROOT}.{SYSTEM}.node.{node}.*",
+            subjects.SHARDS_TAKEN,
         )
         inbox = f"{SERVICE_INBOX_PREFIX}.{NODE_ROLE}.{node}"
         streams: tuple[str, ...] = (f"KV_{LAYERS_BUCKET}", f"OBJ_{LAYERS_BUCKET}")

@@ -142,6 +142,7 @@ AGENT_VERBS: Final = (
 DAG_VERBS: Final = ("register", "run", "inspect", "resume")
 SNAPSHOT_VERBS: Final = ("list", "inspect", "delete", "pack")
 ROLLOUT_VERBS: Final = ("next", "feedback", "inspect", "close")
+GROUP_VERBS: Final = ("next", "answer")
 
 
 def sandbox_create(project: str) -> str:
@@ -230,6 +231,16 @@ def rollout(project: str, rollout_id: ScopedId, verb: str) -> str:
     )
 
 
+def rollout_group(project: str, verb: str) -> str:
+    """Request/reply with any Chronus about a group of rollouts: ``take_group``, ``open_group``."""
+    return f"{ROOT}.{validate_project(project)}.rollout.{_verb(verb)}"
+
+
+def group(project: str, shard: str, verb: str) -> str:
+    """Request/reply with a shard about a group's rollouts in it: :data:`GROUP_VERBS`."""
+    return f"{ROOT}.{validate_project(project)}.group.{validate_node(shard)}.{_verb(verb)}"
+
+
 def trace(project: str, verb: str) -> str:
     """Request/reply with the tracer (``get``, ``cost``)."""
     return f"{ROOT}.{validate_project(project)}.trace.{_verb(verb)}"
@@ -255,7 +266,10 @@ USER_SERVICES: Final[tuple[str, ...]] = (
     f"{ROOT}.*.node.inspect",
     f"{ROOT}.*.lease.force_unlock",
     f"{ROOT}.*.rollout.open",
+    f"{ROOT}.*.rollout.take_group",
+    f"{ROOT}.*.rollout.open_group",
     *(f"{ROOT}.*.rollout.*.*.{verb}" for verb in ROLLOUT_VERBS),
+    *(f"{ROOT}.*.group.*.{verb}" for verb in GROUP_VERBS),
     f"{ROOT}.*.trace.get",
     f"{ROOT}.*.trace.cost",
 )
@@ -343,7 +357,7 @@ def instance_report(node_name: str) -> str:
 INSTANCE_REPORTS: Final = f"{ROOT}.{SYSTEM}.instances.*"
 
 
-ROLLOUT_SYSTEM_VERBS: Final = ("report", "await", "inspect")
+ROLLOUT_SYSTEM_VERBS: Final = ("report", "step", "await", "inspect")
 
 
 def rollout_system(project: str, rollout_id: ScopedId, verb: str) -> str:
@@ -356,6 +370,21 @@ def rollout_system(project: str, rollout_id: ScopedId, verb: str) -> str:
         f"{ROOT}.{SYSTEM}.rollout.{validate_project(project)}."
         f"{validate_node(rollout_id.owner)}.{validate_local(rollout_id.local)}.{_verb(verb)}"
     )
+
+
+def group_system(project: str, shard: str, verb: str) -> str:
+    """Request/reply from a Chronus to a shard's owner about a group: ``take``, ``open``."""
+    return (
+        f"{ROOT}.{SYSTEM}.group.{validate_project(project)}.{validate_node(shard)}.{_verb(verb)}"
+    )
+
+
+def shard_taken(shard: str) -> str:
+    """Event for nodes: a shard of Chronus has a new owner."""
+    return f"{ROOT}.{SYSTEM}.shard.{validate_node(shard)}.taken"
+
+
+SHARDS_TAKEN: Final = f"{ROOT}.{SYSTEM}.shard.*.taken"
 
 
 def rollout_journal(shard: str) -> str:
@@ -402,6 +431,16 @@ def any_system_rollout(shard: str, verb: str) -> str:
     return f"{ROOT}.{SYSTEM}.rollout.*.{validate_node(shard)}.*.{_verb(verb)}"
 
 
+def any_project_group(shard: str, verb: str) -> str:
+    """Return the pattern of trainers' requests about groups to this shard, of every project."""
+    return f"{ROOT}.*.group.{validate_node(shard)}.{_verb(verb)}"
+
+
+def any_system_group(shard: str, verb: str) -> str:
+    """Return the pattern of what another Chronus asks of this shard about groups."""
+    return f"{ROOT}.{SYSTEM}.group.*.{validate_node(shard)}.{_verb(verb)}"
+
+
 def project_of(subject: str) -> str:
     """Return the project that a user-facing subject was sent by.
 
@@ -432,3 +471,11 @@ def system_rollout_of(subject: str) -> tuple[str, ScopedId]:
     return validate_project(tokens[4]), ScopedId(
         validate_node(tokens[5]), validate_local(tokens[6])
     )
+
+
+def system_group_of(subject: str) -> str:
+    """Return the project of a request about a group to a shard (see :func:`group_system`)."""
+    tokens = subject.split(".")
+    if len(tokens) != 7:  # noqa: PLR2004  dsec v1 _sys group project shard verb
+        raise DsecError(ErrorCode.INVALID, f"{subject!r} names no group's project")
+    return validate_project(tokens[4])

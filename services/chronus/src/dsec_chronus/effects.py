@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from dsec_chronus.events import AwaitAsked
 from dsec_chronus.records import Record
 from dsec_common.errors import DsecError
 from dsec_common.wire.base import Message
@@ -42,5 +43,20 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True):
     error: DsecError
 
 
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a step: what it reported is durable, and now its feedback is waited for."""
+
+    asked: AwaitAsked
+
+    @property
+    def request_id(self) -> int:
+        """The request that waits."""
+        return self.asked.request_id
+
+
 Outcome: TypeAlias = Answer | Refuse
+Decided: TypeAlias = Outcome | Wait
+"""What becomes of a change once its frame is durable."""
+
 Effect: TypeAlias = WriteFrame | PurgeJournal | Outcome
+"""What the shell is to do."""

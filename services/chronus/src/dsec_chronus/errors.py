@@ -117,3 +117,72 @@ def shard_moving(shard: str) -> DsecError:
     return unavailable(
         f"shard {shard} is changing its owner; ask again", retry_after_s=0.1, shard=shard
     )
+
+
+def history_forgotten(rollout_id: str, seq: int, forgotten_seq: int, last_seq: int) -> DsecError:
+    """Return the error for a number that was answered so long ago that it is kept no more."""
+    return DsecError(
+        ErrorCode.EXPIRED,
+        f"report {seq} of rollout {rollout_id} was answered long ago and is kept no more: the "
+        f"oldest that is kept is {forgotten_seq + 1}, the next is {last_seq + 1}. Go on from "
+        "there; all that was ever reported is in the behaviour log",
+        details={
+            "rollout_id": rollout_id,
+            "seq": seq,
+            "oldest_seq": forgotten_seq + 1,
+            "expected_seq": last_seq + 1,
+        },
+    )
+
+
+def too_many_unanswered(rollout_id: str, limit: int) -> DsecError:
+    """Return the error for an agent that is too far ahead of its trainer."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"{limit} reports of rollout {rollout_id} wait for their trainer already; try again when "
+        "it has answered",
+        retry_after_s=0.2,
+        details={"rollout_id": rollout_id, "limit": limit},
+    )
+
+
+def group_unknown(group: str, shard: str) -> DsecError:
+    """Return the error for a group that was not opened on a shard, or was forgotten."""
+    return not_found(
+        f"no group {group!r} on shard {shard} in this project; open it with its tasks first",
+        group=group,
+    )
+
+
+def fenced(group: str, fence: int, newest: int) -> DsecError:
+    """Return the error for a trainer whose group another has taken over."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"another trainer has taken the group {group!r} over: its fencing number is {newest}, "
+        f"yours {fence}. Nothing of this was done; stop, or open the group to take it back",
+        details={"group": group, "reason": "fenced", "fence": fence, "newest_fence": newest},
+    )
+
+
+def task_otherwise(group: str, index: int, rollout_id: str) -> DsecError:
+    """Return the error for a task that differs from what its rollout was opened for."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"task {index} of the group {group!r} has rollout {rollout_id} with another task or other "
+        "labels; use another name for another list of tasks",
+        details={"group": group, "index": index, "rollout_id": rollout_id},
+    )
+
+
+def answered_by_group(rollout_id: str, group: str) -> DsecError:
+    """Return the error for feedback past the trainer of a rollout's group."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"rollout {rollout_id} belongs to the group {group!r}: only the group's trainer answers it",
+        details={"rollout_id": rollout_id, "group": group},
+    )
+
+
+def bad_group(why: str) -> DsecError:
+    """Return the error for a request about a group that makes no sense."""
+    return invalid(f"{why}; name a group by 1 to 128 printable characters")

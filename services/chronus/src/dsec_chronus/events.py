@@ -41,6 +41,12 @@ class ReportAsked(Asked, frozen=True, kw_only=True):
     sandbox_id: str
 
 
+class StepAsked(ReportAsked, frozen=True, kw_only=True):
+    """A sandbox reports and waits for the feedback to it."""
+
+    wait_s: float
+
+
 class FeedbackAsked(Asked, frozen=True, kw_only=True):
     """A trainer answers a report; ``payload`` is JSON."""
 
@@ -67,10 +73,63 @@ class NextAsked(Asked, frozen=True, kw_only=True):
 
 
 class AwaitAsked(Asked, frozen=True, kw_only=True):
-    """A sandbox wants the feedback to report ``seq``."""
+    """A sandbox wants the feedback to report ``seq``, maybe as the second half of a step."""
 
     seq: int
     wait_s: float
+    of_step: bool = False
+
+
+class GroupTakeAsked(Asked, frozen=True, kw_only=True):
+    """A trainer takes a group over; ``local`` stands for the group in this and what follows."""
+
+    group: str
+
+
+class TaskGiven(msgspec.Struct, frozen=True, kw_only=True):
+    """One task of a group, as JSON, and the id of its rollout."""
+
+    local: str
+    index: int
+    task: bytes
+
+
+class GroupOpenAsked(Asked, frozen=True, kw_only=True):
+    """A trainer opens the rollouts of a group that are in this shard."""
+
+    group: str
+    fence: int
+    labels: dict[str, str]
+    tasks: tuple[TaskGiven, ...]
+
+
+class AnswerGiven(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one step of a group; ``payload`` is JSON. ``done`` ends the rollout."""
+
+    local: str
+    seq: int
+    payload: bytes
+    reward: float | None
+    done: bool
+
+
+class AnswersAsked(Asked, frozen=True, kw_only=True):
+    """A trainer answers steps of its group."""
+
+    group: str
+    fence: int
+    answers: tuple[AnswerGiven, ...]
+
+
+class StepsAsked(Asked, frozen=True, kw_only=True):
+    """A trainer wants the steps of its group after a position that ``epoch`` gives a meaning."""
+
+    group: str
+    fence: int
+    epoch: str
+    after: int
+    wait_s: float
+    limit: int
 
 
 class FrameRead(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,10 +171,15 @@ class ShardLost(msgspec.Struct, frozen=True, kw_only=True):
     error: DsecError
 
 
-Change: TypeAlias = OpenAsked | ReportAsked | FeedbackAsked | CloseAsked
+RolloutChange: TypeAlias = OpenAsked | ReportAsked | FeedbackAsked | CloseAsked
+GroupChange: TypeAlias = GroupTakeAsked | GroupOpenAsked | AnswersAsked
+Change: TypeAlias = RolloutChange | GroupChange
 """What is written to the journal before it is answered."""
 
-Look: TypeAlias = InspectAsked | NextAsked | AwaitAsked
+Waiting: TypeAlias = NextAsked | AwaitAsked | StepsAsked
+"""What may wait until there is something."""
+
+Look: TypeAlias = InspectAsked | Waiting
 """What is answered from what the journal already holds."""
 
 Event: TypeAlias = (

@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from dsec_chronus.events import AwaitAsked, NextAsked
+from dsec_chronus.events import Waiting
 from dsec_chronus.shares import Shares
 
 PER_ROLLOUT_MAX: Final = 64
-"""More than this wait on one rollout only when most of their callers are gone."""
+"""More than this wait on one rollout or group only when most of their callers are gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Poll:
     """One request that waits. ``deadline_s`` is monotonic."""
 
-    asked: NextAsked | AwaitAsked
+    asked: Waiting
     deadline_s: float
 
 
@@ -38,7 +38,7 @@ class Polls:
         """Return whether a request of ``project`` may wait when at most ``limit`` may in all."""
         return self._shares.has_room(project, limit)
 
-    def add(self, asked: NextAsked | AwaitAsked, deadline_s: float) -> Poll | None:
+    def add(self, asked: Waiting, deadline_s: float) -> Poll | None:
         """Let a request wait; return the one that must give way to it, if any."""
         waiting = self._by_rollout[asked.local]
         given_up = None

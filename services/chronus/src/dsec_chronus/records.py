@@ -29,12 +29,15 @@ _RECORD_BYTES: Final = 256
 
 
 class RolloutBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """A rollout is open from now on."""
+    """A rollout is open from now on. Of a group, it is the rollout of task ``index``, in JSON."""
 
     local: str
     at: float
     project: str
     labels: dict[str, str]
+    group: str = ""
+    index: int = 0
+    task: bytes = b""
 
 
 class StageReported(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -66,7 +69,28 @@ class RolloutEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_li
     at: float
 
 
-Record: TypeAlias = RolloutBegun | StageReported | FeedbackGiven | RolloutEnded
+class HistoryForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Reports up to ``seq`` and their feedback are dropped; ``reward`` is the sum of theirs."""
+
+    local: str
+    at: float
+    seq: int
+    reward: float
+
+
+class GroupTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Whoever holds ``fence`` is the group's trainer from now on. ``local`` stands for its name."""
+
+    local: str
+    at: float
+    project: str
+    group: str
+    fence: int
+
+
+Record: TypeAlias = (
+    RolloutBegun | StageReported | FeedbackGiven | RolloutEnded | HistoryForgotten | GroupTaken
+)
 
 
 class Frame(Message, frozen=True, kw_only=True):
@@ -93,12 +117,12 @@ def size_of(record: Record) -> int:
     match record:
         case RolloutBegun():
             labels = sum(len(name) + len(value) for name, value in record.labels.items())
-            return _RECORD_BYTES + labels
+            return _RECORD_BYTES + labels + len(record.group) + len(record.task)
         case StageReported():
             return _RECORD_BYTES + len(record.payload) + len(record.stage)
         case FeedbackGiven():
             return _RECORD_BYTES + len(record.payload)
-        case RolloutEnded():
+        case RolloutEnded() | HistoryForgotten() | GroupTaken():
             return _RECORD_BYTES
 
 

@@ -12,18 +12,30 @@ from dataclasses import dataclass, field
 from typing import Final, assert_never
 
 from dsec_chronus.errors import (
+    answered_by_group,
     answered_otherwise,
     bad_seq,
+    history_forgotten,
     nothing_to_answer,
     opened_otherwise,
     report_gap,
     reported_otherwise,
     rollout_closed,
+    too_many_unanswered,
 )
-from dsec_chronus.events import Change, CloseAsked, FeedbackAsked, OpenAsked, ReportAsked
+from dsec_chronus.events import (
+    AnswerGiven,
+    CloseAsked,
+    FeedbackAsked,
+    Moment,
+    OpenAsked,
+    ReportAsked,
+    RolloutChange,
+)
 from dsec_chronus.records import (
     PAYLOAD_BYTES_MAX,
     FeedbackGiven,
+    HistoryForgotten,
     Record,
     RolloutBegun,
     RolloutEnded,
@@ -46,10 +58,21 @@ from dsec_common.wire.rollout import (
 
 BATCH_REPORTS_MAX: Final = 256
 
+HISTORY_KEPT: Final = 64
+"""Answered reports before the newest step that got its feedback are kept up to so many."""
+
+UNANSWERED_MAX: Final = 256
+"""So far may an agent of a group be ahead of its trainer."""
+
 
 @dataclass(slots=True)
 class Rollout:
-    """What the journal holds of one rollout. ``closed_at`` is 0 while it is open."""
+    """What the journal holds of one rollout. ``closed_at`` is 0 while it is open.
+
+    Reports up to ``forgotten_seq`` are answered and dropped, ``reports`` begins after them.
+    ``stepped_seq`` is the newest step whose feedback went out: who steps has its answers before it
+    goes on. It is this owner's own knowledge and in no record.
+    """
 
     begun: RolloutBegun
     reports: list[StageReported] = field(default_factory=list)
@@ -59,40 +82,95 @@ class Rollout:
     answered_seq: int = 0
     total_reward: float = 0.0
     size_bytes: int = 0
+    forgotten_seq: int = 0
+    forgotten_reward: float = 0.0
+    stepped_seq: int = 0
 
     @property
     def last_seq(self) -> int:
         """The number of the newest report; 0 when there is none."""
-        return len(self.reports)
+        return self.forgotten_seq + len(self.reports)
+
+    @property
+    def unanswered(self) -> int:
+        """How many reports have no feedback."""
+        return len(self.reports) - len(self.feedback)
 
     @property
     def state(self) -> RolloutState:
         """Whether it takes reports and feedback."""
         return RolloutState.CLOSED if self.closed_at else RolloutState.OPEN
 
-    def apply(self, record: StageReported | FeedbackGiven | RolloutEnded) -> None:
-        """Take in a durable fact; one that is already there changes nothing."""
+    def apply(
+        self, record: StageReported | FeedbackGiven | RolloutEnded | HistoryForgotten
+    ) -> bool:
+        """Take in a durable fact; return False for one that was there, which changes nothing."""
         match record:
             case StageReported():
                 if record.seq != self.last_seq + 1:
-                    return
+                    return False
                 self.reports.append(record)
             case FeedbackGiven():
-                if record.seq in self.feedback:
-                    return
+                if record.seq in self.feedback or record.seq <= self.forgotten_seq:
+                    return False
                 self.feedback[record.seq] = record
                 self.answered_seq = max(self.answered_seq, record.seq)
                 self.total_reward += record.reward or 0.0
             case RolloutEnded():
-                self.closed_at = self.closed_at or record.at
+                if self.closed_at:
+                    return False
+                self.closed_at = record.at
+            case HistoryForgotten():
+                if record.seq <= self.forgotten_seq:
+                    return False
+                self._forget(record)
+                return True
             case _:
                 assert_never(record)
         self.touched_at = max(self.touched_at, record.at)
         self.size_bytes += size_of(record)
+        return True
+
+    def _forget(self, record: HistoryForgotten) -> None:
+        if not self.reports:  # the beginning of a snapshot
+            self.total_reward = record.reward
+            self.answered_seq = record.seq
+            self.size_bytes += size_of(record)
+            self.touched_at = max(self.touched_at, record.at)
+        elif not self.forgotten_seq:
+            self.size_bytes += size_of(record)
+        dropped = self.reports[: record.seq - self.forgotten_seq]
+        del self.reports[: len(dropped)]
+        for report in dropped:
+            self.size_bytes -= size_of(report) + size_of(self.feedback.pop(report.seq))
+        self.forgotten_seq = record.seq
+        self.forgotten_reward = record.reward
+
+    def forgettable(self) -> HistoryForgotten | None:
+        """Return the fact that drops what is over, when that is worth a record."""
+        last = self.stepped_seq - HISTORY_KEPT
+        if last < self.forgotten_seq + HISTORY_KEPT:
+            return None
+        reward, through = self.forgotten_reward, self.forgotten_seq
+        while through < last and (given := self.feedback.get(through + 1)) is not None:
+            through += 1
+            reward += given.reward or 0.0
+        if through < self.forgotten_seq + HISTORY_KEPT:
+            return None
+        return HistoryForgotten(
+            local=self.begun.local, at=self.touched_at, seq=through, reward=reward
+        )
 
     def records(self) -> Iterator[Record]:
         """Yield the facts that make a rollout like this one."""
         yield self.begun
+        if self.forgotten_seq:
+            yield HistoryForgotten(
+                local=self.begun.local,
+                at=self.begun.at,
+                seq=self.forgotten_seq,
+                reward=self.forgotten_reward,
+            )
         yield from self.reports
         yield from self.feedback.values()
         if self.closed_at:
@@ -109,11 +187,19 @@ class Rollout:
             labels=self.begun.labels,
         )
 
-    def batch(self, after_seq: int, limit: int) -> StageBatch:
-        """Return the reports after ``after_seq``: as many as fit one message, one at least."""
+    def batch(self, after_seq: int, limit: int, rollout_id: str) -> StageBatch:
+        """Return the reports after ``after_seq``: as many as fit one message, one at least.
+
+        After 0, or less, are all that are kept.
+
+        Raises:
+            DsecError: ``expired`` when reports after ``after_seq`` are kept no more.
+        """
+        if 0 < after_seq < self.forgotten_seq:
+            raise history_forgotten(rollout_id, after_seq + 1, self.forgotten_seq, self.last_seq)
         chosen: list[StageReported] = []
         size = 0
-        first = max(after_seq, 0)
+        first = max(after_seq - self.forgotten_seq, 0)
         for report in self.reports[first : first + max(1, min(limit, BATCH_REPORTS_MAX))]:
             size += size_of(report)
             if chosen and size > PAYLOAD_BYTES_MAX:
@@ -153,6 +239,7 @@ class Draft:
     reports: list[StageReported] = field(default_factory=list)
     feedback: dict[int, FeedbackGiven] = field(default_factory=dict)
     closed: bool = False
+    forgets: bool = False
 
     @property
     def last_seq(self) -> int:
@@ -160,14 +247,19 @@ class Draft:
         return self.rollout.last_seq + len(self.reports)
 
     def _report(self, seq: int) -> StageReported | None:
-        durable = self.rollout.reports
-        if 1 <= seq <= len(durable):
-            return durable[seq - 1]
-        if len(durable) < seq <= self.last_seq:
-            return self.reports[seq - len(durable) - 1]
+        rollout = self.rollout
+        if rollout.forgotten_seq < seq <= rollout.last_seq:
+            return rollout.reports[seq - rollout.forgotten_seq - 1]
+        if rollout.last_seq < seq <= self.last_seq:
+            return self.reports[seq - rollout.last_seq - 1]
         return None
 
-    def decide(self, asked: Change, rollout_id: str) -> tuple[Record | None, Message]:
+    def _need_kept(self, seq: int, rollout_id: str) -> None:
+        forgotten = self.rollout.forgotten_seq
+        if 1 <= seq <= forgotten:
+            raise history_forgotten(rollout_id, seq, forgotten, self.last_seq)
+
+    def decide(self, asked: RolloutChange, rollout_id: str) -> tuple[Record | None, Message]:
         """Return what the journal must hold before the reply may be sent, and the reply.
 
         No record means that all of it is known already.
@@ -185,7 +277,9 @@ class Draft:
             case ReportAsked():
                 record, reply = self._decide_report(asked, rollout_id)
             case FeedbackAsked():
-                record, reply = self._decide_feedback(asked, rollout_id)
+                if self.rollout.begun.group:
+                    raise answered_by_group(rollout_id, self.rollout.begun.group)
+                record, reply = self.answer(asked, asked.at, rollout_id)
             case CloseAsked():
                 record, reply = self._decide_close(asked, rollout_id)
             case _:
@@ -197,6 +291,7 @@ class Draft:
     ) -> tuple[Record | None, StageAccepted]:
         if asked.seq < 1:
             raise bad_seq(asked.seq)
+        self._need_kept(asked.seq, rollout_id)
         known = self._report(asked.seq)
         if known is not None:
             if known.stage != asked.stage or not same_payload(known.payload, asked.payload):
@@ -206,6 +301,10 @@ class Draft:
             raise rollout_closed(rollout_id)
         if asked.seq != self.last_seq + 1:
             raise report_gap(rollout_id, asked.seq, self.last_seq + 1)
+        if self.rollout.begun.group:
+            unanswered = self.rollout.unanswered + len(self.reports) - len(self.feedback)
+            if unanswered >= UNANSWERED_MAX:
+                raise too_many_unanswered(rollout_id, UNANSWERED_MAX)
         record = StageReported(
             local=asked.local,
             at=asked.at.unix_s,
@@ -217,9 +316,11 @@ class Draft:
         self.reports.append(record)
         return record, StageAccepted(seq=asked.seq)
 
-    def _decide_feedback(
-        self, asked: FeedbackAsked, rollout_id: str
-    ) -> tuple[Record | None, FeedbackAccepted]:
+    def answer(
+        self, asked: FeedbackAsked | AnswerGiven, at: Moment, rollout_id: str
+    ) -> tuple[FeedbackGiven | None, FeedbackAccepted]:
+        """Return the feedback that is new, if it is, and the reply; errors as of :meth:`decide`."""
+        self._need_kept(asked.seq, rollout_id)
         known = self.rollout.feedback.get(asked.seq) or self.feedback.get(asked.seq)
         if known is not None:
             same = (known.reward, known.done) == (asked.reward, asked.done)
@@ -232,7 +333,7 @@ class Draft:
             raise nothing_to_answer(rollout_id, asked.seq, self.last_seq)
         record = FeedbackGiven(
             local=asked.local,
-            at=asked.at.unix_s,
+            at=at.unix_s,
             seq=asked.seq,
             payload=asked.payload,
             reward=asked.reward,
@@ -253,7 +354,11 @@ class Draft:
             + sum(given.reward or 0.0 for given in self.feedback.values()),
             labels=self.rollout.begun.labels,
         )
+        return self.close(asked.at), info
+
+    def close(self, at: Moment) -> RolloutEnded | None:
+        """Return the fact that closes the rollout; None when it is closed."""
         if self.closed or self.rollout.closed_at:
-            return None, info
+            return None
         self.closed = True
-        return RolloutEnded(local=asked.local, at=asked.at.unix_s), info
+        return RolloutEnded(local=self.rollout.begun.local, at=at.unix_s)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 from collections.abc import Coroutine
 from importlib.metadata import version
 from typing import Any, ClassVar, Final
@@ -14,7 +12,9 @@ import structlog
 from dsec_chronus import metrics
 from dsec_chronus.config import ChronusConfig
 from dsec_chronus.errors import shard_moving, too_large
+from dsec_chronus.group_opening import GroupOpening
 from dsec_chronus.journal import FencedError, journal_stream
+from dsec_chronus.keys import rollout_id_of
 from dsec_chronus.leases import BUCKET, Held, Lease, Leases
 from dsec_chronus.shard import Shard
 from dsec_common import subjects
@@ -23,9 +23,9 @@ from dsec_common.clock import Clock
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.retry import until_available
 from dsec_common.service import Service
-from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import Message, new_id
 from dsec_common.wire.rollout import OpenRollout, RolloutOpened
+from dsec_common.wire.rollout_group import OpenGroup, TakeGroup
 
 log = structlog.get_logger()
 
@@ -87,6 +87,13 @@ class ChronusService(Service[ChronusConfig]):
             self._open_rollout,
             queue=QUEUE,
             concurrency=1024,
+        )
+        groups = GroupOpening(self.bus, self.config.shards)
+        await self.bus.serve(
+            subjects.any_project("rollout.take_group"), TakeGroup, groups.take, queue=QUEUE
+        )
+        await self.bus.serve(
+            subjects.any_project("rollout.open_group"), OpenGroup, groups.open, queue=QUEUE
         )
         self.spawn(self._keep_balance(), "keep balance")
         self.spawn(self._sweep(), "sweep")
@@ -286,10 +293,3 @@ class ChronusService(Service[ChronusConfig]):
                 await shard.sweep()
             metrics.ROLLOUTS.set(sum(shard.core.rollouts for shard in self._shards.values()))
             metrics.POLLS.set(sum(shard.core.polls for shard in self._shards.values()))
-
-
-def rollout_id_of(project: str, key: str, shards: int) -> ScopedId:
-    """Return the rollout id of an idempotency key: spread evenly, the same for the same key."""
-    digest = hashlib.blake2b(f"{project}\0{key}".encode(), digest_size=20).digest()
-    local = base64.b32encode(digest[:15]).decode("ascii").lower()
-    return ScopedId(f"s{int.from_bytes(digest[15:], 'big') % shards}", local)

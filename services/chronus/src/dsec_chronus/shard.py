@@ -32,8 +32,10 @@ from dsec_chronus.events import (
     OpenAsked,
     ReportAsked,
     ShardLost,
+    StepAsked,
     SweepDue,
 )
+from dsec_chronus.group_doors import GroupDoors
 from dsec_chronus.journal import FencedError, Journal
 from dsec_chronus.records import pack
 from dsec_chronus.state import ShardState
@@ -51,7 +53,9 @@ from dsec_common.wire.rollout import (
     OpenRollout,
     SendFeedback,
     StageReport,
+    StepRollout,
 )
+from dsec_common.wire.rollout_group import ShardTaken
 
 log = structlog.get_logger()
 
@@ -63,7 +67,7 @@ _CONCURRENCY: Final = 1024
 """Handlers only start things, so this bounds nothing but a burst."""
 
 
-class _Origin(TypedDict):
+class Origin(TypedDict):
     """What every question to the core says of where it comes from."""
 
     request_id: int
@@ -124,8 +128,8 @@ class Shard:
         self._is_owner = is_owner
         self._is_leaving = is_leaving
         self._on_end = on_end
-        self.core = ShardState(name, config)
         self._journal = Journal(bus, name, clock, is_owner)
+        self.core = ShardState(name, config, self._journal.epoch)
         self._ids = itertools.count(1)
         self._callers: dict[int, _Caller] = {}
         self._to_write: asyncio.Queue[WriteFrame | PurgeJournal] = asyncio.Queue()
@@ -149,29 +153,24 @@ class Shard:
         async for sequence, frame in self._journal.take():
             await self._handle(FrameRead(frame=frame, sequence=sequence))
         self._writer = asyncio.create_task(self._write(), name=f"journal {self.name}")
-        await self._serve(subjects.any_project_rollout(self.name, "next"), NextStages, self._next)
-        await self._serve(
-            subjects.any_project_rollout(self.name, "feedback"), SendFeedback, self._feedback
-        )
-        await self._serve(
-            subjects.any_project_rollout(self.name, "inspect"), InspectRollout, self._inspect
-        )
-        await self._serve(
-            subjects.any_project_rollout(self.name, "close"), CloseRollout, self._close
-        )
-        await self._serve(
-            subjects.any_system_rollout(self.name, "report"), StageReport, self._report
-        )
-        await self._serve(
-            subjects.any_system_rollout(self.name, "await"), AwaitFeedback, self._await
-        )
-        await self._serve(
-            subjects.any_system_rollout(self.name, "inspect"), InspectRollout, self._inspect_by_node
-        )
-        await self._serve(subjects.any_system_rollout(self.name, "open"), OpenRollout, self._open)
+        asked, told = subjects.any_project_rollout, subjects.any_system_rollout
+        name = self.name
+        await self.serve(asked(name, "next"), NextStages, self._next)
+        await self.serve(asked(name, "feedback"), SendFeedback, self._feedback)
+        await self.serve(asked(name, "inspect"), InspectRollout, self._inspect)
+        await self.serve(asked(name, "close"), CloseRollout, self._close)
+        await self.serve(told(name, "report"), StageReport, self._report)
+        await self.serve(told(name, "step"), StepRollout, self._step)
+        await self.serve(told(name, "await"), AwaitFeedback, self._await)
+        await self.serve(told(name, "inspect"), InspectRollout, self._inspect_by_node)
+        await self.serve(told(name, "open"), OpenRollout, self._open)
+        await GroupDoors(self).serve()
         await self._bus.flush()
+        # Whoever waits for an answer of the last owner asks again, which here it may do by now.
+        await self._bus.publish(subjects.shard_taken(self.name), ShardTaken(shard=self.name))
 
-    async def _serve(self, subject: str, kind: type[MessageT], handler: Handler[MessageT]) -> None:
+    async def serve(self, subject: str, kind: type[MessageT], handler: Handler[MessageT]) -> None:
+        """Answer requests on a subject until the shard ends."""
         served = await self._bus.serve(
             subject, kind, handler, concurrency=_CONCURRENCY, max_pending=16 * _CONCURRENCY
         )
@@ -226,7 +225,7 @@ class Shard:
         size = sum(len(name.encode()) + len(value.encode()) for name, value in labels.items())
         if size > LABELS_BYTES_MAX:
             raise too_large("the rollout's labels", size, LABELS_BYTES_MAX)
-        await self._take(
+        await self.take(
             "open",
             request,
             (project, rollout_id.local),
@@ -235,10 +234,8 @@ class Shard:
 
     async def _report(self, request: Request[StageReport]) -> None:
         report = request.message
-        _limit("the stage's name", report.stage, STAGE_CHARACTERS_MAX)
-        _limit("the sandbox id", report.sandbox_id, SANDBOX_ID_CHARACTERS_MAX)
-        payload = pack(report.payload)
-        await self._take(
+        payload = _packed(report)
+        await self.take(
             "report",
             request,
             _of_node(request),
@@ -251,8 +248,25 @@ class Shard:
             ),
         )
 
+    async def _step(self, request: Request[StepRollout]) -> None:
+        step = request.message
+        payload = _packed(step)
+        await self.take(
+            "step",
+            request,
+            _of_node(request),
+            lambda origin: StepAsked(
+                **origin,
+                seq=step.seq,
+                stage=step.stage,
+                payload=payload,
+                sandbox_id=step.sandbox_id,
+                wait_s=step.wait_s,
+            ),
+        )
+
     async def _await(self, request: Request[AwaitFeedback]) -> None:
-        await self._take(
+        await self.take(
             "await",
             request,
             _of_node(request),
@@ -263,7 +277,7 @@ class Shard:
 
     async def _next(self, request: Request[NextStages]) -> None:
         asked = request.message
-        await self._take(
+        await self.take(
             "next",
             request,
             _of_project(request),
@@ -277,7 +291,7 @@ class Shard:
         if given.reward is not None and not math.isfinite(given.reward):
             raise bad_reward(given.reward)
         payload = pack(given.payload)
-        await self._take(
+        await self.take(
             "feedback",
             request,
             _of_project(request),
@@ -287,7 +301,7 @@ class Shard:
         )
 
     async def _inspect(self, request: Request[InspectRollout]) -> None:
-        await self._take(
+        await self.take(
             "inspect",
             request,
             _of_project(request),
@@ -295,7 +309,7 @@ class Shard:
         )
 
     async def _inspect_by_node(self, request: Request[InspectRollout]) -> None:
-        await self._take(
+        await self.take(
             "inspect",
             request,
             _of_node(request),
@@ -303,7 +317,7 @@ class Shard:
         )
 
     async def _close(self, request: Request[CloseRollout]) -> None:
-        await self._take(
+        await self.take(
             "close",
             request,
             _of_project(request),
@@ -320,12 +334,12 @@ class Shard:
     def _now(self) -> Moment:
         return Moment(self._clock.now(), self._clock.monotonic())
 
-    async def _take(
+    async def take(
         self,
         verb: str,
         request: Request[MessageT],
         rollout: tuple[str, str],
-        event_of: Callable[[_Origin], Event],
+        event_of: Callable[[Origin], Event],
     ) -> None:
         """Hand a request to the core, whose answer may come now or much later.
 
@@ -346,7 +360,7 @@ class Shard:
         request_id = next(self._ids)
         project, local = rollout
         event = event_of(
-            _Origin(request_id=request_id, project=project, local=local, at=self._now())
+            Origin(request_id=request_id, project=project, local=local, at=self._now())
         )
         self._callers[request_id] = _Caller(
             verb, request.caller, request.message.message_id, request.traceparent
@@ -442,6 +456,12 @@ class Shard:
             await self._journal.purge_before(effect.sequence)
         except DsecError as error:
             log.warning("a journal was not shortened", shard=self.name, error=error.message)
+
+
+def _packed(report: StageReport | StepRollout) -> bytes:
+    _limit("the stage's name", report.stage, STAGE_CHARACTERS_MAX)
+    _limit("the sandbox id", report.sandbox_id, SANDBOX_ID_CHARACTERS_MAX)
+    return pack(report.payload)
 
 
 def _limit(what: str, text: str, characters: int) -> None:

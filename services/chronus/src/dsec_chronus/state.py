@@ -9,21 +9,29 @@ be read here is therefore always in the journal, and a new owner of the shard re
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
 from dsec_chronus.config import ChronusConfig
-from dsec_chronus.effects import Answer, Effect, Outcome, PurgeJournal, Refuse, WriteFrame
+from dsec_chronus.contents import Contents
+from dsec_chronus.drafts import Drafts
+from dsec_chronus.effects import (
+    Answer,
+    Decided,
+    Effect,
+    Outcome,
+    PurgeJournal,
+    Refuse,
+    Wait,
+    WriteFrame,
+)
 from dsec_chronus.errors import (
-    bad_seq,
-    rollout_closed,
-    rollout_unknown,
-    shard_full,
     too_many_waiting,
 )
 from dsec_chronus.events import (
+    AnswersAsked,
     AwaitAsked,
     Change,
     ClockTicked,
@@ -33,6 +41,8 @@ from dsec_chronus.events import (
     FrameFailed,
     FrameRead,
     FrameWritten,
+    GroupOpenAsked,
+    GroupTakeAsked,
     InspectAsked,
     Look,
     Moment,
@@ -40,15 +50,15 @@ from dsec_chronus.events import (
     OpenAsked,
     ReportAsked,
     ShardLost,
+    StepsAsked,
     SweepDue,
+    Waiting,
 )
+from dsec_chronus.looks import Looks
 from dsec_chronus.polls import Poll, Polls
-from dsec_chronus.records import Record, RolloutBegun, size_of
-from dsec_chronus.rollout import Draft, Rollout
+from dsec_chronus.records import Record, size_of
 from dsec_chronus.shares import Shares
 from dsec_common.errors import DsecError
-from dsec_common.wire.base import Message
-from dsec_common.wire.rollout import RolloutOpened, RolloutState
 
 FRAME_BYTES: Final = 256 * 1024
 """A frame takes no further change from here on; with the last one it fits a NATS message."""
@@ -64,7 +74,7 @@ class _Writing:
     """The outstanding frame: what it holds and who is told what once it is durable."""
 
     frame: WriteFrame
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[Decided] = field(default_factory=list)
 
 
 class ShardState:
@@ -72,18 +82,24 @@ class ShardState:
 
     It is total over :data:`~dsec_chronus.events.Event` and raises for none of them: what is wrong
     with a request is an effect.
+
+    Args:
+        shard: its name.
+        config: limits.
+        epoch: no other ownership of the shard has the same; positions of steps depend on it.
     """
 
-    def __init__(self, shard: str, config: ChronusConfig) -> None:
+    def __init__(self, shard: str, config: ChronusConfig, epoch: str) -> None:
         self._shard = shard
         self._config = config
-        self._rollouts: dict[str, Rollout] = {}
+        self._contents = Contents()
+        self._looks = Looks(shard, epoch, self._contents)
         self._polls = Polls()
         self._sizes = Shares()
         self._waiting: deque[Change] = deque()
         self._waiting_bytes = 0
         self._writing: _Writing | None = None
-        self._drafts: dict[str, Draft] = {}
+        self._drafts = Drafts(shard, config, self._contents, self._sizes)
         # The journal since the last snapshot, the parts of one that is being written, and where
         # its first part is.
         self._tail_frames = 0
@@ -92,7 +108,7 @@ class ShardState:
         self._snapshot_sequence = 0
         self._snapshot_frames = 0
         # A snapshot that is being read; None when none is.
-        self._reading: dict[str, Rollout] | None = None
+        self._reading: Contents | None = None
 
     def handle(self, event: Event) -> list[Effect]:
         """Take in one event and return what is to be done, in order."""
@@ -100,7 +116,9 @@ class ShardState:
         match event:
             case OpenAsked() | ReportAsked() | FeedbackAsked() | CloseAsked():
                 effects = self._on_change(event)
-            case InspectAsked() | NextAsked() | AwaitAsked():
+            case GroupTakeAsked() | GroupOpenAsked() | AnswersAsked():
+                effects = self._on_change(event)
+            case InspectAsked() | NextAsked() | AwaitAsked() | StepsAsked():
                 effects = self._on_look(event)
             case FrameRead():
                 effects = self._on_read(event)
@@ -143,54 +161,33 @@ class ShardState:
                 effects.append(frame)
             else:
                 self._drafts.clear()
-                effects += outcomes
+                effects += self._settle(outcomes)
         return effects
 
-    def _take_waiting(self) -> tuple[list[Record], list[Outcome]]:
+    def _settle(self, outcomes: Iterable[Decided]) -> Iterator[Effect]:
+        """Yield the answers to changes that are durable; a step's caller waits on."""
+        for outcome in outcomes:
+            if isinstance(outcome, Wait):
+                yield from self._on_look(outcome.asked)
+            else:
+                yield outcome
+
+    def _take_waiting(self) -> tuple[list[Record], list[Decided]]:
         records: list[Record] = []
-        outcomes: list[Outcome] = []
+        outcomes: list[Decided] = []
         size = 0
         while self._waiting and size < FRAME_BYTES and len(records) < FRAME_RECORDS:
             asked = self._waiting.popleft()
             self._waiting_bytes -= _payload_bytes(asked)
             try:
-                record, reply = self._decide(asked, size)
+                added, outcome = self._drafts.decide(asked, size)
             except DsecError as error:
                 outcomes.append(Refuse(request_id=asked.request_id, error=error))
                 continue
-            outcomes.append(Answer(request_id=asked.request_id, reply=reply))
-            if record is not None:
-                records.append(record)
-                size += size_of(record)
+            outcomes.append(outcome)
+            records += added
+            size += sum(map(size_of, added))
         return records, outcomes
-
-    def _decide(self, asked: Change, frame_bytes: int) -> tuple[Record | None, Message]:
-        draft = self._draft(asked)
-        if not isinstance(asked, CloseAsked) and (
-            not self._sizes.has_room(asked.project, self._config.shard_bytes_max, frame_bytes)
-        ):
-            # Closing is how room is made again.
-            limit = self._sizes.limit_of(asked.project, self._config.shard_bytes_max)
-            raise shard_full(self._shard, limit)
-        if draft is None and isinstance(asked, OpenAsked):
-            begun = RolloutBegun(
-                local=asked.local, at=asked.at.unix_s, project=asked.project, labels=asked.labels
-            )
-            self._drafts[asked.local] = Draft(Rollout(begun))
-            return begun, RolloutOpened(rollout_id=self._id(asked.local))
-        if draft is None or draft.rollout.begun.project != asked.project:
-            raise rollout_unknown(self._id(asked.local))
-        return draft.decide(asked, self._id(asked.local))
-
-    def _draft(self, asked: Change) -> Draft | None:
-        draft = self._drafts.get(asked.local)
-        rollout = self._rollouts.get(asked.local)
-        if draft is None and rollout is not None:
-            draft = self._drafts[asked.local] = Draft(rollout)
-        return draft
-
-    def _id(self, local: str) -> str:
-        return f"{self._shard}.{local}"
 
     # --- The journal's word -------------------------------------------------------------------
 
@@ -202,10 +199,9 @@ class ShardState:
         if written.frame.snapshot_part:
             return self._on_part_written(written.frame, event)
         self._count(written.frame.records)
-        for record in written.frame.records:
-            self._apply(record, self._rollouts)
-        effects: list[Effect] = [*written.outcomes]
-        for local in dict.fromkeys(record.local for record in written.frame.records):
+        taken = self._apply(written.frame.records)
+        effects: list[Effect] = [*self._settle(written.outcomes)]
+        for local in taken:
             effects += self._deliver(local)
         if self._is_snapshot_due():
             self._parts.extend(self._snapshot())
@@ -251,41 +247,38 @@ class ShardState:
         if not frame.snapshot_part:
             self._reading = None
             self._count(frame.records)
-            for record in frame.records:
-                self._apply(record, self._rollouts)
+            self._apply(frame.records)
             return []
         if frame.snapshot_part == 1:
-            self._reading, self._snapshot_sequence = {}, event.sequence
+            self._reading, self._snapshot_sequence = Contents(), event.sequence
         if self._reading is None:
             return []
         for record in frame.records:
-            self._apply(record, self._reading)
+            self._reading.apply(record)
         if not frame.snapshot_complete:
             return []
-        self._rollouts, self._reading = self._reading, None
+        self._contents.rollouts = self._reading.rollouts
+        self._contents.groups = self._reading.groups
+        self._reading = None
         self._sizes.clear()
-        for rollout in self._rollouts.values():
+        for rollout in self._contents.rollouts.values():
             self._sizes.add(rollout.begun.project, rollout.size_bytes)
         self._tail_frames = self._tail_bytes = 0
         self._snapshot_frames = frame.snapshot_part
         return [PurgeJournal(sequence=self._snapshot_sequence)]
 
-    def _apply(self, record: Record, rollouts: dict[str, Rollout]) -> None:
-        """Take in a durable fact; one about a rollout that is forgotten is forgotten too."""
-        if isinstance(record, RolloutBegun):
-            if record.local in rollouts:
-                return
-            rollout = rollouts[record.local] = Rollout(
-                record, touched_at=record.at, size_bytes=size_of(record)
-            )
-            before = 0
-        elif (found := rollouts.get(record.local)) is not None:
-            rollout, before = found, found.size_bytes
-            rollout.apply(record)
-        else:
-            return
-        if rollouts is self._rollouts:
-            self._sizes.add(rollout.begun.project, rollout.size_bytes - before)
+    def _apply(self, records: Iterable[Record]) -> dict[str, None]:
+        """Take in durable facts; return the rollouts and groups that they are about, in order."""
+        about: dict[str, None] = {}
+        for record in records:
+            project, grown = self._contents.apply(record)
+            if grown:
+                self._sizes.add(project, grown)
+            about[record.local] = None
+            rollout = self._contents.rollouts.get(record.local)
+            if rollout is not None and (group := self._contents.group_of(rollout)) is not None:
+                about[group.local] = None
+        return about
 
     def _count(self, records: Iterable[Record]) -> None:
         self._tail_frames += 1
@@ -305,49 +298,35 @@ class ShardState:
         """Yield the parts of a snapshot of what is durable now."""
         records: list[Record] = []
         size, part = 0, 0
-        for rollout in self._rollouts.values():
-            for record in rollout.records():
-                if size >= FRAME_BYTES or len(records) >= FRAME_RECORDS:
-                    part += 1
-                    yield WriteFrame(records=tuple(records), snapshot_part=part)
-                    records, size = [], 0
-                records.append(record)
-                size += size_of(record)
+        for record in self._contents.records():
+            if size >= FRAME_BYTES or len(records) >= FRAME_RECORDS:
+                part += 1
+                yield WriteFrame(records=tuple(records), snapshot_part=part)
+                records, size = [], 0
+            records.append(record)
+            size += size_of(record)
         yield WriteFrame(records=tuple(records), snapshot_part=part + 1, snapshot_complete=True)
 
     # --- Looking and waiting ------------------------------------------------------------------
 
     def _on_look(self, asked: Look) -> list[Effect]:
-        rollout = self._rollouts.get(asked.local)
-        request_id = asked.request_id
-        if rollout is None or rollout.begun.project != asked.project:
-            return [Refuse(request_id=request_id, error=rollout_unknown(self._id(asked.local)))]
-        match asked:
-            case InspectAsked():
-                return [Answer(request_id=request_id, reply=rollout.info(self._id(asked.local)))]
-            case AwaitAsked() if asked.seq < 1:
-                return [Refuse(request_id=request_id, error=bad_seq(asked.seq))]
-            case NextAsked() | AwaitAsked():
-                outcome = self._ready(asked, rollout)
-                return [outcome] if outcome is not None else self._wait(asked)
-            case _:
-                assert_never(asked)
+        outcome = self._ready(asked)
+        if outcome is not None or isinstance(asked, InspectAsked):
+            return [] if outcome is None else [outcome]
+        if not isinstance(asked, StepsAsked):
+            return self._wait(asked)
+        # A trainer waits once for each shard; what it asked before is not listened to any more.
+        return [*self._give_up_all(asked.local), *self._wait(asked)]
 
-    def _ready(self, asked: NextAsked | AwaitAsked, rollout: Rollout) -> Outcome | None:
+    def _ready(self, asked: Look) -> Outcome | None:
         """Return what a waiting request gets now; None when it has to wait."""
-        closed = rollout.state is RolloutState.CLOSED
-        if isinstance(asked, NextAsked):
-            if rollout.last_seq <= max(asked.after_seq, 0) and not closed:
-                return None
-            reply = rollout.batch(asked.after_seq, asked.limit)
-            return Answer(request_id=asked.request_id, reply=reply)
-        if asked.seq in rollout.feedback:
-            return Answer(request_id=asked.request_id, reply=rollout.feedback_to(asked.seq))
-        if closed:
-            return Refuse(request_id=asked.request_id, error=rollout_closed(self._id(asked.local)))
-        return None
+        try:
+            reply = self._looks.ready(asked)
+        except DsecError as error:
+            return Refuse(request_id=asked.request_id, error=error)
+        return None if reply is None else Answer(request_id=asked.request_id, reply=reply)
 
-    def _wait(self, asked: NextAsked | AwaitAsked) -> list[Effect]:
+    def _wait(self, asked: Waiting) -> list[Effect]:
         wait_s = min(asked.wait_s, self._config.poll_max_s)
         deadline_s = _s(asked.at) + (wait_s if wait_s > 0 else 0.0)
         if deadline_s <= _s(asked.at) or math.isnan(deadline_s):
@@ -361,23 +340,24 @@ class ShardState:
     def _give_up(self, poll: Poll) -> Outcome:
         """Return what a request gets that has waited long enough."""
         asked = poll.asked
-        rollout = self._rollouts.get(asked.local)
-        if rollout is None:
-            return Refuse(request_id=asked.request_id, error=rollout_unknown(self._id(asked.local)))
-        if isinstance(asked, NextAsked):
-            reply: Message = rollout.batch(max(asked.after_seq, rollout.last_seq), 1)
-        else:
-            reply = rollout.feedback_to(asked.seq)
+        try:
+            reply = self._looks.nothing_yet(asked)
+        except DsecError as error:
+            return Refuse(request_id=asked.request_id, error=error)
         return Answer(request_id=asked.request_id, reply=reply)
 
-    def _deliver(self, local: str) -> list[Effect]:
-        """Answer those for whom a rollout now has something."""
-        rollout = self._rollouts.get(local)
-        effects: list[Effect] = []
-        if rollout is None:
-            return effects
+    def _give_up_all(self, local: str) -> list[Effect]:
+        given_up: list[Effect] = []
         for poll in self._polls.of(local):
-            outcome = self._ready(poll.asked, rollout)
+            self._polls.remove(poll)
+            given_up.append(self._give_up(poll))
+        return given_up
+
+    def _deliver(self, local: str) -> list[Effect]:
+        """Answer those for whom a rollout or a group now has something."""
+        effects: list[Effect] = []
+        for poll in self._polls.of(local):
+            outcome = self._ready(poll.asked)
             if outcome is not None:
                 self._polls.remove(poll)
                 effects.append(outcome)
@@ -394,16 +374,19 @@ class ShardState:
         """Forget rollouts that are over; a new owner of the shard forgets them by the same rule."""
         effects: list[Effect] = []
         now = event.at.unix_s
-        for local, rollout in list(self._rollouts.items()):
+        for local, rollout in list(self._contents.rollouts.items()):
             keep_s = self._config.closed_keep_s if rollout.closed_at else self._config.idle_keep_s
             # The outstanding frame may be about to change it.
             if now - rollout.touched_at <= keep_s or local in self._drafts:
                 continue
-            del self._rollouts[local]
+            self._contents.forget(rollout)
             self._sizes.add(rollout.begun.project, -rollout.size_bytes)
-            for poll in self._polls.of(local):
-                self._polls.remove(poll)
-                effects.append(self._give_up(poll))
+            effects += self._give_up_all(local)
+            if (group := self._contents.group_of(rollout)) is not None:
+                effects += self._deliver(group.local)
+        if not self._drafts:
+            for group in self._contents.forget_groups(now - self._config.idle_keep_s):
+                effects += self._give_up_all(group.local)
         return effects
 
     def _on_lost(self, event: ShardLost) -> list[Effect]:
@@ -428,7 +411,7 @@ class ShardState:
     @property
     def rollouts(self) -> int:
         """How many rollouts are known."""
-        return len(self._rollouts)
+        return len(self._contents.rollouts)
 
     @property
     def polls(self) -> int:
@@ -436,8 +419,11 @@ class ShardState:
         return len(self._polls)
 
     def facts(self) -> dict[str, list[Record]]:
-        """Return the durable facts by rollout: equal for states that are equal."""
-        return {local: list(rollout.records()) for local, rollout in self._rollouts.items()}
+        """Return the durable facts by rollout and group: equal for states that are equal."""
+        facts: dict[str, list[Record]] = {}
+        for record in self._contents.records():
+            facts.setdefault(record.local, []).append(record)
+        return facts
 
     def validate_state(self) -> None:
         """Raise ``AssertionError`` when an invariant is broken; tests call it after each event."""
@@ -445,22 +431,24 @@ class ShardState:
         assert self._writing is not None or not self._drafts  # noqa: S101  invariant
         assert self._writing is not None or not self._parts  # noqa: S101  invariant
         assert self._waiting_bytes == sum(map(_payload_bytes, self._waiting))  # noqa: S101  invariant
-        sizes: Counter[str] = Counter()
-        for rollout in self._rollouts.values():
-            sizes[rollout.begun.project] += rollout.size_bytes
+        sizes = self._contents.validate_state()
         assert self._sizes.counted() == sizes  # noqa: S101  invariant
         assert self._sizes.total == sizes.total()  # noqa: S101  invariant
-        for local, rollout in self._rollouts.items():
-            assert rollout.begun.local == local  # noqa: S101  invariant
-            numbers = [report.seq for report in rollout.reports]
-            assert numbers == list(range(1, len(numbers) + 1))  # noqa: S101  invariant
-            assert set(rollout.feedback) <= set(numbers)  # noqa: S101  invariant
+        for local in [*self._contents.rollouts, *(g.local for g in self._contents.groups.values())]:
             for poll in self._polls.of(local):
-                assert self._ready(poll.asked, rollout) is None  # noqa: S101  invariant
+                assert self._ready(poll.asked) is None  # noqa: S101  invariant
 
 
 def _payload_bytes(asked: Change) -> int:
-    return len(asked.payload) if isinstance(asked, ReportAsked | FeedbackAsked) else 0
+    match asked:
+        case ReportAsked() | FeedbackAsked():
+            return len(asked.payload)
+        case AnswersAsked():
+            return sum(len(answer.payload) for answer in asked.answers)
+        case GroupOpenAsked():
+            return sum(len(task.task) for task in asked.tasks)
+        case _:
+            return 0
 
 
 def _s(at: Moment) -> float:

@@ -88,6 +88,20 @@ class AwaitFeedback(Message, frozen=True, kw_only=True):
     wait_s: float = 30.0
 
 
+class StepRollout(Message, frozen=True, kw_only=True):
+    """Sandbox side: a report and the wait for its feedback in one, answered by FeedbackState.
+
+    The answer comes when the feedback is durable, or without it after ``wait_s``: the report is
+    then durable, and asking again with the same number and content goes on waiting.
+    """
+
+    seq: int
+    stage: str
+    payload: Any = None
+    sandbox_id: str = ""
+    wait_s: float = 30.0
+
+
 class FeedbackState(Message, frozen=True, kw_only=True):
     """The feedback, or ``ready`` false when the wait ended without it."""
 

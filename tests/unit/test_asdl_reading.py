@@ -69,6 +69,7 @@ def test_the_pdf_analyzer_is_read_as_it_is_shown() -> None:
         "state_key_prefix:   {agent_type}_{shard_id}\ndescription: more",
         "state_key_prefix: '{agent_type}_{shard_id}'",
         'state_key_prefix: "{agent_type}_{shard_id}"',
+        "state_key_prefix: {agent_type}_{shard_id}\r",
     ],
 )
 def test_a_prefix_of_placeholders_needs_no_quotes(line: str) -> None:
@@ -101,6 +102,11 @@ def test_descriptions_and_tools_may_be_in_any_language() -> None:
     contract = contract_of(text)
     assert contract.description == "获取天气数据 ☀"
     assert contract.capabilities == (Capability(tool="wyszukiwarka_słów"),)
+
+
+def test_a_file_from_another_system_is_read_as_well() -> None:
+    there = WEATHER_FORECASTER.replace("\n", "\r\n")
+    assert contract_of(f"\ufeff{there}") == contract_of(WEATHER_FORECASTER)
 
 
 def test_what_is_empty_says_nothing() -> None:

@@ -20,6 +20,7 @@ from dsec_scheduler.dags.converters import Converters, kinds
 
 _OWN: Final = "$"
 
+
 class AgentContract(msgspec.Struct, frozen=True, kw_only=True):
     """What a DAG has to know of the agent of a step."""
 

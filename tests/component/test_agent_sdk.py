@@ -52,9 +52,9 @@ def adder(**context: Any) -> Adder:
     return Adder(contract={"name": "adder", "version": "2"}, context=Context("adder", **context))
 
 
-@pytest.fixture
-def weather(tmp_path: Path) -> Iterator[WeatherAgent]:
-    with weather_agent(tmp_path) as made:
+@pytest.fixture(params=[False, True], ids=["plain", "example"])
+def weather(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[WeatherAgent]:
+    with weather_agent(tmp_path, example=request.param) as made:
         yield made
 
 
@@ -94,9 +94,13 @@ def test_a_failure_has_a_code_and_an_exit_status(weather: WeatherAgent) -> None:
     done = run(weather, "--location", "5")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1] == "internal: RuntimeError: API failed: 404"
+    done = run(weather, stdin='"5"')
+    error = json.loads(done.stderr.splitlines()[-1])["error"]
+    assert (done.returncode, error["message"]) == (1, "RuntimeError: API failed: 404")
     done = run(weather, stdin='{"place": "5"}')
-    assert done.returncode == 1
-    assert json.loads(done.stderr)["error"]["code"] == "invalid"
+    error = json.loads(done.stderr)["error"]
+    assert (done.returncode, error["code"]) == (1, "invalid")
+    assert error["message"] == "location is of type str, and a dict was given"
     assert weather.model.asked == []
 
 
@@ -138,7 +142,9 @@ def test_an_agent_may_be_async(
     assert capsys.readouterr().out.strip() == printed
 
 
-@pytest.mark.parametrize("given", ["[1]", "nonsense", "", '{"a": 8}', '{"a": 1, "c": 1}'])
+@pytest.mark.parametrize(
+    "given", ["[1]", "nonsense", "", '{"a": 8}', '{"a": 1, "c": 1}', '{"a": true}', '{"a": "1"}']
+)
 def test_input_that_does_not_fit_and_output_that_is_no_json_are_invalid(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
 ) -> None:
@@ -326,7 +332,7 @@ async def process_of(
         await process.wait()
 
 
-async def test_the_weather_agent_is_trained_and_may_be_killed_in_between(
+async def test_a_weather_agent_is_trained_and_may_be_killed_in_between(
     nats: NatsForTests, tmp_path: Path, weather: WeatherAgent
 ) -> None:
     records: list[BehaviorLog] = []

@@ -1,41 +1,20 @@
-"""The weather agent as users are shown it, in a directory of its own, and the world it asks."""
+"""The weather agents: as one may write it, and that of the examples; and the world they ask."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from documents import ROOT
 from outside_web import Answer, Asked, Web, certificate_for, completion, web
 
 WEATHER_HOST = "api.weather.com"
-
-CONTRACT = """\
-name: weather_forecaster
-version: 1.0
-description: Fetch weather data and generate human-readable summary
-capabilities:
-  - tool: http_client
-    permissions: [network_access]
-    rate_limit: 10req/min
-  - tool: llm_summarizer
-    model: deepseek-v2-7b
-    max_tokens: 512
-    temperature: 0.3
-resources:
-  min_cu: 15
-  max_cu: 45
-  memory_mb: 4096
-lifecycle:
-  timeout: 120s
-  retry_policy:
-    max_attempts: 2
-    backoff: exponential
-    jitter: 0.1
-"""
+_EXAMPLE = ROOT / "examples" / "weather"
 
 PROGRAM = """\
 from dsec import Agent, ToolCall
@@ -88,11 +67,13 @@ def forecast(asked: Asked) -> Answer:
 
 
 @contextlib.contextmanager
-def weather_agent(directory: Path) -> Iterator[WeatherAgent]:
-    """Write the agent's files and yield how to run it."""
+def weather_agent(directory: Path, *, example: bool = False) -> Iterator[WeatherAgent]:
+    """Put an agent's files into a directory and yield how to run it."""
+    for file in _EXAMPLE.glob("weather_agent.*"):
+        shutil.copy(file, directory)
     program = directory / "weather_agent.py"
-    program.write_text(PROGRAM, encoding="utf-8")
-    program.with_suffix(".yaml").write_text(CONTRACT, encoding="utf-8")
+    if not example:
+        program.write_text(PROGRAM, encoding="utf-8")
     certificate, trusted = certificate_for(WEATHER_HOST, directory)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DSEC_")}
     with (

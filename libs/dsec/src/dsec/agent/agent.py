@@ -86,7 +86,7 @@ class Agent(abc.ABC):
         SIGTERM lets the work that is under way be finished.
 
         Raises:
-            SystemExit: 1 when it worked once and failed; why is on standard error.
+            SystemExit: 1 when it worked once and failed; why is the last line on standard error.
             DsecError: the rollout cannot go on.
         """
         from dsec.agent.serving import serve  # noqa: PLC0415  most agents in tests never serve

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 
+_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "list": (list,),
+    "dict": (dict,),
+}
+
 
 def serve(agent: Agent, arguments: Sequence[str] | None) -> None:
     """Work once or until the trainer says that it is done; see :meth:`dsec.Agent.serve`."""
@@ -44,6 +53,7 @@ def work(agent: Agent, given: Any) -> Any:
             an input that does not fit and an output that is no JSON.
     """
     bound = _bound(agent, given)
+    _check_types(bound)
     try:
         output = agent.execute(*bound.args, **bound.kwargs)
         if inspect.iscoroutine(output):
@@ -84,6 +94,17 @@ def _bound(agent: Agent, given: Any) -> inspect.BoundArguments:
     if len(signature.parameters) != 1:
         raise invalid(f"the input does not fit execute{signature}: give its arguments by name")
     return signature.bind(given)
+
+
+def _check_types(bound: inspect.BoundArguments) -> None:
+    """Refuse a value of another type than its parameter says, as far as JSON has that type."""
+    for name, value in bound.arguments.items():
+        annotation = bound.signature.parameters[name].annotation
+        wanted = getattr(annotation, "__name__", annotation)
+        kinds = _TYPES.get(wanted) if isinstance(wanted, str) else None
+        is_flag = isinstance(value, bool)
+        if kinds is not None and (not isinstance(value, kinds) or (is_flag and bool not in kinds)):
+            raise invalid(f"{name} is of type {wanted}, and a {type(value).__name__} was given")
 
 
 # --- A rollout --------------------------------------------------------------------------------

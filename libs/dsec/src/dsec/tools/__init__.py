@@ -6,7 +6,6 @@ Those of this package are known by name; others are plug-ins, classes under the 
 
 from __future__ import annotations
 
-import importlib
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -26,15 +25,52 @@ __all__ = [
 
 GROUP: Final = "dsec.tools"
 
-#: Known without their distribution's metadata, which a packed agent does not have.
+
+# Each is imported when it is asked for, and by a statement: what packs an agent follows those.
+def _files() -> type[Tool]:
+    from dsec.tools.files import Files  # noqa: PLC0415  see above
+
+    return Files
+
+
+def _http() -> type[Tool]:
+    from dsec.tools.http import HttpClient  # noqa: PLC0415  see above
+
+    return HttpClient
+
+
+def _llm() -> type[Tool]:
+    from dsec.tools.llm import Llm  # noqa: PLC0415  see above
+
+    return Llm
+
+
+def _pdf() -> type[Tool]:
+    from dsec.tools.pdf import PdfParser  # noqa: PLC0415  see above
+
+    return PdfParser
+
+
+def _shell() -> type[Tool]:
+    from dsec.tools.shell import Shell  # noqa: PLC0415  see above
+
+    return Shell
+
+
+def _sql() -> type[Tool]:
+    from dsec.tools.sql import Sql  # noqa: PLC0415  see above
+
+    return Sql
+
+
 BUILT_IN: Final = {
-    "files": "dsec.tools.files:Files",
-    "http_client": "dsec.tools.http:HttpClient",
-    "llm": "dsec.tools.llm:Llm",
-    "llm_summarizer": "dsec.tools.llm:Llm",
-    "pdf_parser": "dsec.tools.pdf:PdfParser",
-    "shell": "dsec.tools.shell:Shell",
-    "sql": "dsec.tools.sql:Sql",
+    "files": _files,
+    "http_client": _http,
+    "llm": _llm,
+    "llm_summarizer": _llm,
+    "pdf_parser": _pdf,
+    "shell": _shell,
+    "sql": _sql,
 }
 
 
@@ -44,16 +80,15 @@ def load_tool(name: str) -> type[Tool]:
     Raises:
         DsecError: ``not_found`` when none has the name; ``invalid`` for a plug-in that is no tool.
     """
-    home = BUILT_IN.get(name)
-    if home is not None:
-        module, _, attribute = home.partition(":")
-        found = getattr(importlib.import_module(module), attribute)
-    else:
-        plug_ins = {entry.name: entry for entry in entry_points(group=GROUP)}
-        if name not in plug_ins:
-            known = ", ".join(sorted({*BUILT_IN, *plug_ins}))
-            raise not_found(f"there is no tool {name!r}; there are {known}", tool=name)
-        found = plug_ins[name].load()
+    found = BUILT_IN[name]() if name in BUILT_IN else _plug_in(name)
     if not (isinstance(found, type) and issubclass(found, Tool)):
         raise invalid(f"the plug-in {name!r} of {GROUP} is no class of dsec.tools.Tool", tool=name)
     return found
+
+
+def _plug_in(name: str) -> object:
+    plug_ins = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in plug_ins:
+        known = ", ".join(sorted({*BUILT_IN, *plug_ins}))
+        raise not_found(f"there is no tool {name!r}; there are {known}", tool=name)
+    return plug_ins[name].load()

@@ -1,0 +1,3 @@
+module dsec/agent
+
+go 1.19

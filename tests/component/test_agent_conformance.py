@@ -1,0 +1,252 @@
+"""One suite for the agent protocol's clients in all languages, against the node's own sockets.
+
+What is asked is the same for each, and so is what has to come of it: results, errors with their
+codes, and steps of the behaviour log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_clients import (
+    LANGUAGES,
+    Client,
+    client_in,
+    client_process,
+    documented,
+    need_toolchain,
+)
+from agent_world import NODE, sandbox_record
+from chronus_parties import chronus_service
+from dsec.channel import Channel
+from dsec.rollouts import Rollout, Rollouts
+from dsec_common.behavior import BehaviorLog
+from dsec_common.clock import SystemClock
+from dsec_common.testing.nats import NatsForTests, nats_for_tests
+from dsec_sandboxd.agent_gateway import ChronusGateway
+from dsec_sandboxd.agent_protocol import FRAME_MAX_BYTES, PAYLOAD_MAX_BYTES
+from dsec_sandboxd.agent_socket import SOCKET_NAME, AgentSocketServer
+from dsec_sandboxd.step_log import StepLog
+
+pytestmark = pytest.mark.timeout(400)  # a first build may have to compile its dependencies
+
+WITHIN_S = 60
+
+
+@dataclass
+class Node:
+    """A node with one sandbox that serves a rollout, and the rollout's trainer."""
+
+    rollout: Rollout
+    server: AgentSocketServer
+    directory: Path
+    records: list[BehaviorLog] = field(default_factory=list)
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / SOCKET_NAME
+
+    async def restart(self) -> None:
+        """End all connections and listen again, as a daemon that is started again does."""
+        record = sandbox_record(rollout_id=self.rollout.id)
+        await self.server.close(record.local)
+        self.socket.unlink()
+        await self.server.open(record, self.directory)
+
+
+@pytest.fixture(params=list(LANGUAGES))
+def language(request: pytest.FixtureRequest) -> str:
+    """Each language whose toolchain is here; its client is built by now."""
+    name = str(request.param)
+    client_in(name)
+    return name
+
+
+@pytest.fixture
+async def nats() -> AsyncIterator[NatsForTests]:
+    async with nats_for_tests() as running:
+        yield running
+
+
+@pytest.fixture
+async def node(language: str, nats: NatsForTests, tmp_path: Path) -> AsyncIterator[Node]:
+    async with (
+        chronus_service(nats),
+        nats.project() as trainer_bus,
+        nats.service("sandboxd", NODE) as node_bus,
+    ):
+        rollout = await Rollouts(Channel(trainer_bus, "default")).open()
+        records: list[BehaviorLog] = []
+        gateway = ChronusGateway(node_bus, StepLog(NODE, records), NODE, SystemClock())
+        server = AgentSocketServer(gateway, NODE)
+        await server.open(sandbox_record(rollout_id=rollout.id), tmp_path)
+        yield Node(rollout, server, tmp_path, records)
+        await server.aclose()
+
+
+@contextlib.asynccontextmanager
+async def client_of(language: str, node: Node) -> AsyncIterator[Client]:
+    async with client_process(language, node.socket) as process, asyncio.timeout(WITHIN_S):
+        yield Client(process)
+
+
+def refusal(answer: Any) -> tuple[str, bool, Any]:
+    error = answer["error"]
+    return error["code"], error["retryable"], error["details"]
+
+
+async def test_a_client_reports_waits_and_is_refused(node: Node, language: str) -> None:
+    async with client_of(language, node) as client:
+        assert await client.ask("hello") == {
+            "result": {
+                "protocol": 1,
+                "sandbox_id": f"{NODE}.01sandbox",
+                "rollout_id": node.rollout.id,
+                "last_seq": 0,
+                "payload_max_bytes": PAYLOAD_MAX_BYTES,
+                "frame_max_bytes": FRAME_MAX_BYTES,
+            }
+        }
+        payload = {"text": "ä\u2028<&>", "deep": [{"n": None, "f": 0.5, "i": -3}]}
+        assert await client.ask("report", stage="one", payload=payload) == {"result": 1}
+        again = await client.ask("report", seq=1, stage="one", payload=payload)
+        assert again == {"result": 1}
+        other = await client.ask("report", seq=1, stage="one", payload="other")
+        assert refusal(other)[:2] == ("conflict", False)
+        gap = refusal(await client.ask("report", seq=9, stage="one", payload=None))
+        assert (gap[0], gap[2]["expected_seq"]) == ("invalid", 2)
+        assert refusal(await client.ask("report", stage="", payload=None))[0] == "invalid"
+        large = await client.ask("report", stage="one", payload="x" * (PAYLOAD_MAX_BYTES + 1))
+        assert refusal(large)[0] == "invalid"
+        larger = await client.ask("report", stage="one", payload="x" * (FRAME_MAX_BYTES + 1))
+        assert refusal(larger)[0] == "invalid"
+
+        assert await client.ask("await", seq=1, wait_s=0.01) == {"result": None}
+        stages = node.rollout.stages()
+        first = await anext(stages)
+        assert (first.name, first.payload) == ("one", payload)
+        await first.reply({"do": "ä\u2028"}, reward=0.5)
+        feedback = {"seq": 1, "payload": {"do": "ä\u2028"}, "reward": 0.5, "done": False}
+        assert await client.ask("await", seq=1, wait_s=30) == {"result": feedback}
+
+        stepping = asyncio.create_task(client.ask("step", stage="two", payload=[]))
+        await (await anext(stages)).reply(done=True)
+        told = {"seq": 2, "payload": None, "reward": None, "done": True}
+        assert await stepping == {"result": told}
+        await node.rollout.close()
+        assert refusal(await client.ask("step", stage="three", payload=1))[0] == "expired"
+
+
+async def test_a_step_counts_once_though_the_daemon_is_started_again(
+    node: Node, language: str
+) -> None:
+    async with client_of(language, node) as client:
+        stepping = asyncio.create_task(client.ask("step", stage="one", payload={"n": 1}))
+        stages = node.rollout.stages()
+        first = await anext(stages)
+        await node.restart()
+        await first.reply("go")
+        assert (await stepping)["result"]["payload"] == "go"
+        # An idle connection that broke is made again, too.
+        await node.restart()
+        assert await client.ask("report", stage="two", payload=None) == {"result": 2}
+        assert (await node.rollout.inspect()).last_seq == 2
+
+
+async def test_what_a_client_did_is_in_the_behaviour_log(node: Node, language: str) -> None:
+    attributes = {"url": "http://x/<&>", "ä": "ö"}
+    async with client_of(language, node) as client:
+        logged = {"action": "fetch", "status": "200", "latency_ms": 12.5, "attributes": attributes}
+        assert await client.ask("log", **logged, tokens_in=5, tokens_out=6) == {"result": None}
+        assert refusal(await client.ask("log", action="exec"))[:2] == ("denied", False)
+        arguments = {"url": "http://x/?a=1&b=<2>", "n": 3}
+        for changed in ({"status": "200", "tokens_out": 4, "attributes": {"n": "1"}}, {}):
+            call = {"tool": "http", "method": "get", "arguments": arguments, "status": ""}
+            assert await client.ask("call", **(call | changed)) == {"result": None}
+        failed = await client.ask(
+            "call", tool="http", method="get", arguments={"é": [{"b": 1, "a": ""}]}, fails="timeout"
+        )
+        assert refusal(failed)[0] == "timeout"
+    one, called, plain, late = node.records
+    assert (one.action, one.status, one.latency_ms) == ("fetch", "200", 12.5)
+    assert (one.tokens_in, one.tokens_out, one.attributes) == (5, 6, attributes)
+    digest = "f809073ca9f1f06e2de2154de97974e5beb3fe0ffaf4146ef0e1c3bf11d31aa6"
+    assert (called.action, called.status, called.tokens_out) == ("http.get", "200", 4)
+    assert called.attributes == {"arguments_sha256": digest, "n": "1"}
+    assert (plain.status, plain.attributes) == ("ok", {"arguments_sha256": digest})
+    assert (late.status, late.attributes) == (
+        "timeout",
+        {
+            "arguments_sha256": "255fda1e81632a0d3c246c591143b8b2383b3c5377650e362e90ed1d5ddfd2a0",
+            "error": "as it was told",
+        },
+    )
+
+
+async def test_an_agent_serves_a_rollout_over_its_own_death(node: Node, language: str) -> None:
+    stages = node.rollout.stages()
+    async with asyncio.timeout(WITHIN_S):
+        async with client_process(language, node.socket, "serve") as first:
+            ready = await anext(stages)
+            assert (ready.name, ready.payload) == (
+                "ready",
+                {"agent": "adder", "version": "2", "arguments": ["a", "b"]},
+            )
+            await ready.reply({"a": 1, "b": 2})
+            result = await anext(stages)
+            assert (result.name, result.payload) == ("result", {"output": 3})
+            first.kill()
+            await first.wait()
+        async with client_process(language, node.socket, "serve") as second:
+            again = await anext(stages)
+            assert (again.name, again.payload["last_seq"]) == ("restarted", 2)
+            for given, code in (
+                ({"b": 1}, "invalid"),
+                ({"a": 7}, "invalid"),
+                ({"a": 8}, "internal"),
+            ):
+                await again.reply(given)
+                again = await anext(stages)
+                assert again.name == "failed", given
+                error = again.payload["error"]
+                assert (error["code"], error["retryable"]) == (code, False), given
+                assert error.keys() == {
+                    "code", "message", "retryable", "retry_after_s", "details",
+                }  # fmt: skip
+            await again.reply(done=True)
+            assert await second.wait() == 0
+
+
+async def test_without_a_rollout_an_agent_is_a_step_of_a_dag(tmp_path: Path, language: str) -> None:
+    async with client_process(language, tmp_path / "none", "serve") as process:
+        out, _ = await process.communicate(b'{"a": 40, "b": 2}')
+        assert (process.returncode, json.loads(out)) == (0, 42)
+    async with client_process(language, tmp_path / "none", "serve") as process:
+        out, _ = await process.communicate(b"nonsense")
+        assert (process.returncode, out) == (1, b"")
+
+
+@pytest.mark.parametrize("shown", ["go", "rust"])
+def test_the_agents_that_the_page_shows_run(tmp_path: Path, shown: str) -> None:
+    need_toolchain(shown)
+    for given, code, printed in (("21", 0, "42\n"), ('"x"', 1, "")):
+        done = subprocess.run(
+            documented(shown),
+            check=False,
+            capture_output=True,
+            text=True,
+            input=given,
+            env=os.environ | {"DSEC_AGENT_SOCKET": str(tmp_path / "none")},
+            timeout=WITHIN_S,
+        )
+        assert (done.returncode, done.stdout) == (code, printed), done.stderr

@@ -1,0 +1,85 @@
+"""The Python program that the conformance suite drives: requests as lines of JSON in, results out.
+
+The programs in ``sdk/go/conformance`` and ``sdk/rust/examples`` are the same in other languages.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from dsec.agent import Agent, Context, ToolCall, ToolResult
+from dsec.agent_channel import AgentChannel, AgentError
+from dsec_common.errors import DsecError, ErrorCode, invalid
+
+
+class Adder(Agent):
+    """Adds; 7 is too large, 8 breaks it."""
+
+    def execute(self, a: int | None = None, b: int = 0) -> Any:
+        if a is None:
+            raise invalid("give a and b")
+        if a == 7:
+            return "x" * 300_000
+        if a == 8:
+            raise RuntimeError("eight")
+        return a + b
+
+
+def answer(channel: AgentChannel, asked: dict[str, Any]) -> Any:
+    """Return the result of one request."""
+    match asked.pop("op"):
+        case "hello":
+            return channel.hello()
+        case "report":
+            return channel.report(asked["stage"], asked["payload"], asked.get("seq"))
+        case "step":
+            return channel.step(asked["stage"], asked["payload"])
+        case "await":
+            return channel.await_feedback(asked["seq"], asked["wait_s"])
+        case "log":
+            return channel.log(**asked)
+        case "call":
+            return call(asked)
+        case op:
+            raise AssertionError(op)
+
+
+def call(asked: dict[str, Any]) -> None:
+    """Tell of a tool's call as the SDK does."""
+    made = ToolCall(asked["tool"], asked["method"], asked["arguments"])
+    error = DsecError(ErrorCode(asked["fails"]), "as it was told") if "fails" in asked else None
+    with Context("x") as context:
+        context.log_call(
+            ToolResult(
+                call=made,
+                status=error.code.value if error else asked["status"] or "ok",
+                tokens_in=asked.get("tokens_in", 0),
+                tokens_out=asked.get("tokens_out", 0),
+                error=error,
+                notes=asked.get("attributes", {}),
+            )
+        )
+    if error is not None:
+        raise error
+
+
+def main() -> None:
+    """Answer until standard input ends, or serve."""
+    if sys.argv[1:] == ["serve"]:
+        Adder(contract={"name": "adder", "version": "2"}).serve([])
+        return
+    channel = AgentChannel(Context.usual_socket())
+    for line in sys.stdin:
+        try:
+            said = {"result": answer(channel, json.loads(line))}
+        except (AgentError, DsecError) as error:
+            told = {"code": error.code, "retryable": error.retryable, "details": error.details}
+            said = {"error": told}
+        sys.stdout.write(f"{json.dumps(said)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsec_common.asdl.reading import checked, read_value
 from dsec_common.compute.consistency import judge
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.consistency import AHEAD_MAX_MS, DEPENDENCIES_MAX, ReportDependencies
@@ -116,6 +117,9 @@ def test_half_a_declaration_is_none(contract: dict[str, Any], field: str) -> Non
     with pytest.raises(DsecError) as caught:
         declared_in(contract)
     assert (caught.value.code, caught.value.details["field"]) == (ErrorCode.INVALID, field)
+    with pytest.raises(DsecError) as caught:
+        checked(read_value(contract, whole=False), "the contract")
+    assert caught.value.code is ErrorCode.INVALID
 
 
 @given(

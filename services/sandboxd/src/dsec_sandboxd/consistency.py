@@ -39,6 +39,7 @@ _PREFIX: Final = b"state|"
 _AT_ONCE: Final = 8
 _OUTPUT_MAX_BYTES: Final = 64 * 1024
 _STDERR_CHARACTERS: Final = 300
+_ON_THE_WAY: Final = frozenset({SandboxState.PAUSING, SandboxState.RESUMING})
 
 Inspect = Callable[[Request[InspectSandbox]], Awaitable[SandboxInfo]]
 
@@ -314,16 +315,19 @@ class _Instance:
     async def pause(self, reason: str) -> None:
         """Have it stand still; from now on no request wakes it."""
         owner, record = self._owner, self._record
+        while (state := self._state()) in _ON_THE_WAY:
+            await self._sandboxes.turn(record.local)  # who waits for that gets there first
         before = owner.kept(record.local)
         held = before is not None and bool(before.reason)
-        stood_still = self._state() in {SandboxState.PAUSED, SandboxState.PAUSING}
         owner.keep(
             record,
             KeptState(
                 version_ms=owner.version_ms(record),
                 asked=self._asked,
                 reason=reason,
-                stays_paused=before.stays_paused if held and before else stood_still,
+                stays_paused=(
+                    before.stays_paused if held and before else state is SandboxState.PAUSED
+                ),
             ),
         )
         try:
@@ -387,9 +391,9 @@ class _Instance:
         return self._sandboxes.state.running(record.project, record.local).state
 
     async def _turn_to(self, wanted: SandboxState, reason: str = "") -> None:
-        local, on_the_way = self._record.local, {SandboxState.PAUSING, SandboxState.RESUMING}
+        local = self._record.local
         while (state := self._state()) is not wanted:
-            if state not in on_the_way:
+            if state not in _ON_THE_WAY:
                 pausing = wanted is SandboxState.PAUSED
                 self._sandboxes.handle(
                     PauseAsked(local=local, reason=reason) if pausing else ResumeAsked(local=local)

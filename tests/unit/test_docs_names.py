@@ -12,6 +12,7 @@ import typer
 from documents import ROOT, Page, pages
 from dsec.cli.init import app as init_app
 from dsec.cli.main import app as dsec_app
+from dsec.cli.pack import app as pack_app
 from dsec_broker.config import BrokerConfig
 from dsec_chronus.config import ChronusConfig
 from dsec_common import subjects
@@ -28,7 +29,7 @@ SERVICES = {
     "dsec-chronus": ChronusConfig,
     "dsec-tracer": TracerConfig,
 }
-APPS = {"dsec": dsec_app, "dsec-cli": dsec_app, "dsec-init": init_app}
+APPS = {"dsec": dsec_app, "dsec-cli": dsec_app, "dsec-init": init_app, "dsec-pack": pack_app}
 ANY = ScopedId("any", "any")
 NODE_VERBS = ("place", "list", "pools", "govern", "synchronise", "revoke", "resize", "retire")
 SYSTEM_SUBJECTS = (

@@ -47,13 +47,16 @@ class Installed:
     info: Path
 
     @cached_property
+    def _record(self) -> str:
+        try:
+            return "\n" + (self.info / "RECORD").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+
+    @cached_property
     def recorded(self) -> tuple[str, ...]:
         """The paths of its files from the root, as its installer recorded them."""
-        try:
-            text = (self.info / "RECORD").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return ()
-        return tuple(row[0] for row in csv.reader(io.StringIO(text)) if row)
+        return tuple(row[0] for row in csv.reader(io.StringIO(self._record)) if row)
 
     @cached_property
     def editable(self) -> Path | None:
@@ -65,17 +68,12 @@ class Installed:
         is_editable = said.dir_info is not None and said.dir_info.editable
         return Path(unquote(urlsplit(said.url).path)) if is_editable else None
 
-    @cached_property
-    def tops(self) -> frozenset[str]:
-        """The first parts of the names of its modules."""
-        found = set()
-        for path in self.recorded:
-            first, slash, _ = path.partition("/")
-            if not slash and first.endswith(_SUFFIXES):
-                found.add(first.partition(".")[0])
-            elif slash and first.isidentifier() and first != "__pycache__":
-                found.add(first)
-        return frozenset(found)
+    def has_top(self, top: str) -> bool:
+        """Return whether modules of this name at the top of ``sys.path`` are of it."""
+        # Looked for in the text: to read the records of all that is installed takes a while.
+        return f"\n{top}/" in self._record or any(
+            f"\n{top}{suffix}," in self._record for suffix in _SUFFIXES
+        )
 
     def has(self, module: str) -> bool:
         """Return whether a module of this name, or modules below it, are of this distribution."""
@@ -158,6 +156,7 @@ class Environment:
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self._paths = [str(path) for path in paths if Path(path).is_dir()]
         self.installed: dict[str, Installed] = {}
+        self._owners: dict[str, list[Installed]] = {}
         for one in map(Path, self._paths):
             for info in sorted(one.glob("*.dist-info")):
                 name, _, version = info.name.removesuffix(".dist-info").rpartition("-")
@@ -170,18 +169,15 @@ class Environment:
         """Return this interpreter's, with other directories before its own."""
         return cls([*first, *(path for path in sys.path if path)])
 
-    @cached_property
-    def _owners(self) -> dict[str, list[Installed]]:
-        owners: dict[str, list[Installed]] = {}
-        for one in self.installed.values():
-            for top in one.tops:
-                owners.setdefault(top, []).append(one)
-        return owners
+    def _having(self, top: str) -> list[Installed]:
+        if top not in self._owners:
+            self._owners[top] = [one for one in self.installed.values() if one.has_top(top)]
+        return self._owners[top]
 
     def owners(self, module: str) -> list[Installed]:
         """Return whose module this is: one, several for the top of a shared name, or none."""
         top = module.partition(".")[0]
-        owners = self._owners.get(top, [])
+        owners = self._having(top)
         name = module
         while len(owners) > 1 and name:
             if having := [one for one in owners if one.has(name)]:
@@ -194,7 +190,7 @@ class Environment:
 
     def developed(self, top: str) -> tuple[Installed, Path] | None:
         """Return whose module this is that is installed for development, and where it is."""
-        if top in self._owners:
+        if self._having(top):
             return None
         spec = importlib.machinery.PathFinder.find_spec(top, self._paths)
         if spec is None:

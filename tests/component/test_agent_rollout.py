@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from agent_world import LOCAL, NODE, sandbox_record
+from agent_world import LOCAL, NODE, RawAgent, sandbox_record
 from chronus_parties import Trainer, chronus_process, chronus_service, open_rollout
 from dsec.agent_channel import AgentChannel, AgentError
 from dsec.channel import Channel
 from dsec.rollouts import Rollouts
+from dsec_common import subjects
 from dsec_common.behavior import BehaviorLog
 from dsec_common.bus import Bus
 from dsec_common.clock import SystemClock
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
+from dsec_common.wire.rollout_group import ShardTaken
 from dsec_sandboxd.agent_gateway import ChronusGateway
 from dsec_sandboxd.agent_socket import SOCKET_NAME, AgentSocketServer
+from dsec_sandboxd.shard_news import ShardNews
 from dsec_sandboxd.step_log import StepLog
 
 STEPS = 30
@@ -41,13 +44,16 @@ async def sandbox_of(
 ) -> AsyncIterator[Records]:
     """Listen for one sandbox as its node does; yield what it logs."""
     records = Records()
-    gateway = ChronusGateway(bus, StepLog(NODE, records), NODE, SystemClock())
+    news = ShardNews(bus)
+    following = await bus.subscribe(subjects.SHARDS_TAKEN, ShardTaken, news.taken)
+    gateway = ChronusGateway(bus, StepLog(NODE, records), NODE, SystemClock(), news)
     server = AgentSocketServer(gateway, NODE)
     await server.open(sandbox_record(rollout_id=rollout_id, project=project), directory)
     try:
         yield records
     finally:
         await server.aclose()
+        await bus.unsubscribe(following)
         (directory / SOCKET_NAME).unlink()
 
 
@@ -107,6 +113,46 @@ async def test_a_chronus_that_is_killed_in_the_middle_costs_no_step(
             await Trainer(trainer_bus, rollout_id).answer_all(STEPS, seen)
             assert await running == feedback()
     assert seen == list(range(1, STEPS + 1))
+
+
+async def test_an_agent_that_waits_at_a_dead_owner_asks_the_new_one_as_soon_as_there_is_one(
+    nats: NatsForTests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The silence of the dead one would be noticed too late for any test.
+    monkeypatch.setattr("dsec_sandboxd.agent_gateway._ATTEMPT_S", 1e6)
+    async with (
+        nats.project() as trainer_bus,
+        nats.service("sandboxd", NODE) as node_bus,
+        contextlib.AsyncExitStack() as later,
+    ):
+        async with chronus_process(nats, tmp_path) as doomed:
+            rollout_id = await open_rollout(trainer_bus)
+            await later.enter_async_context(sandbox_of(node_bus, tmp_path, rollout_id))
+            running = asyncio.create_task(asyncio.to_thread(run_agent, tmp_path, 1, 1))
+            assert (await Trainer(trainer_bus, rollout_id).next(0)).reports
+            doomed.kill()
+        async with chronus_process(nats, tmp_path):
+            await Trainer(trainer_bus, rollout_id).answer_all(1, [])
+            assert await running == feedback(1, 1)
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+async def test_a_step_without_a_wait_is_durable_whatever_its_size(
+    nats: NatsForTests, tmp_path: Path, size: int
+) -> None:
+    async with (
+        chronus_service(nats),
+        nats.project() as trainer_bus,
+        nats.service("sandboxd", NODE) as node_bus,
+    ):
+        rollout_id = await open_rollout(trainer_bus)
+        async with sandbox_of(node_bus, tmp_path, rollout_id):
+            agent = RawAgent(*await asyncio.open_unix_connection(tmp_path / SOCKET_NAME))
+            step = {"seq": 1, "stage": "tried", "payload": "x" * size, "wait_s": 0}
+            assert (await agent.ask("step", **step))["result"] == {"ready": False, "seq": 1}
+            await Trainer(trainer_bus, rollout_id).feedback(1, "go on")
+            assert (await agent.ask("step", **step))["result"]["payload"] == "go on"
+            await agent.close()
 
 
 async def test_an_agent_that_is_started_again_goes_on_where_the_rollout_is(

@@ -82,6 +82,20 @@ class MemoryGateway:
             self.changed.notify_all()
         return False
 
+    async def step(
+        self,
+        record: SandboxRecord,
+        seq: int,
+        stage: str,
+        payload: bytes,
+        *,
+        deadline: float,
+        away_until: float,
+    ) -> FeedbackState:
+        """Report, and wait for the test to give feedback."""
+        await self.report(record, seq, stage, payload, away_until)
+        return await self.await_feedback(record, seq, deadline)
+
     async def await_feedback(
         self, record: SandboxRecord, seq: int, deadline: float
     ) -> FeedbackState:

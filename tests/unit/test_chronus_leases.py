@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsec_chronus.config import ChronusConfig
-from dsec_chronus.leases import plan
 from dsec_chronus.keys import rollout_id_of
+from dsec_chronus.leases import plan
 
 SHARDS = ChronusConfig().shard_names
 

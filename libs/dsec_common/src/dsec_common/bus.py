@@ -145,8 +145,8 @@ class Bus:
         raise_service_error(reply.headers, reply.data)
         return decode(reply.data, reply_type, content_type_of(reply.headers))
 
-    def give_up(self, subject: str, error: Callable[[], DsecError]) -> None:
-        """Fail with ``error`` all requests to ``subject`` that wait for their replies.
+    def give_up(self, subject: str | Callable[[str], bool], error: Callable[[], DsecError]) -> None:
+        """Fail with ``error`` all requests to ``subject``, or all that match, that wait.
 
         What they asked for may have been done, or may still be.
         """

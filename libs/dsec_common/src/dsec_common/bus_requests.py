@@ -146,10 +146,14 @@ class ReplyInbox:
                 )
             )
 
-    def give_up(self, subject: str, error: Callable[[], DsecError]) -> None:
-        """Fail what waits for a reply from ``subject``; one that still comes is dropped."""
+    def give_up(self, subject: str | Callable[[str], bool], error: Callable[[], DsecError]) -> None:
+        """Fail what waits for a reply from ``subject``, or from all that match.
+
+        A reply that still comes is dropped.
+        """
         for waiting in self._waiting.values():
-            if waiting.subject == subject:
+            asked = waiting.subject
+            if asked == subject if isinstance(subject, str) else subject(asked):
                 waiting.fail(error())
 
     def permission_denied(self, server_error: str) -> None:

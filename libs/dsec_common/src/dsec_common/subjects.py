@@ -384,6 +384,12 @@ def shard_taken(shard: str) -> str:
     return f"{ROOT}.{SYSTEM}.shard.{validate_node(shard)}.taken"
 
 
+def is_to_shard(subject: str, shard: str) -> bool:
+    """Return whether a subject is a node's request to this shard (see :func:`rollout_system`)."""
+    tokens = subject.split(".")
+    return tokens[2:4] == [SYSTEM, "rollout"] and tokens[5:6] == [shard]
+
+
 SHARDS_TAKEN: Final = f"{ROOT}.{SYSTEM}.shard.*.taken"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -19,8 +19,10 @@ from dsec_common.wire.rollout import (
     RolloutInfo,
     StageAccepted,
     StageReport,
+    StepRollout,
 )
 from dsec_sandboxd.records import SandboxRecord
+from dsec_sandboxd.shard_news import ShardNews
 
 _FIRST_PAUSE_S: Final = 0.05
 _LAST_PAUSE_S: Final = 1.0
@@ -43,6 +45,23 @@ class AgentGateway(Protocol):
         self, record: SandboxRecord, seq: int, stage: str, payload: bytes, deadline: float
     ) -> bool:
         """Make a report durable; return whether it was there before. ``payload`` is packed."""
+        ...
+
+    async def step(
+        self,
+        record: SandboxRecord,
+        seq: int,
+        stage: str,
+        payload: bytes,
+        *,
+        deadline: float,
+        away_until: float,
+    ) -> FeedbackState:
+        """Make a report durable and return its feedback, or that it is not ready at ``deadline``.
+
+        ``payload`` is packed, and held until then. It is tried until ``away_until`` to make the
+        report durable, however short the wait for its feedback.
+        """
         ...
 
     async def await_feedback(
@@ -102,9 +121,17 @@ class ChronusGateway:
     A report is known by its number, so asking again is safe. ``deadline`` is monotonic time.
     """
 
-    def __init__(self, bus: Asker, steps: StepWriter, node: str, clock: Clock) -> None:
-        """Take the parts."""
+    def __init__(
+        self,
+        bus: Asker,
+        steps: StepWriter,
+        node: str,
+        clock: Clock,
+        news: ShardNews | None = None,
+    ) -> None:
+        """Take the parts; without ``news`` a dead owner is noticed by its silence."""
         self._bus = bus
+        self._news = news
         self._steps = steps
         self._node = node
         self._clock = clock
@@ -135,6 +162,34 @@ class ChronusGateway:
         accepted = await self._ask(record, "report", report, StageAccepted, deadline)
         return accepted.duplicate
 
+    async def step(
+        self,
+        record: SandboxRecord,
+        seq: int,
+        stage: str,
+        payload: bytes,
+        *,
+        deadline: float,
+        away_until: float,
+    ) -> FeedbackState:
+        """Make a report durable and return its feedback, or that it is not ready at ``deadline``.
+
+        Raises:
+            DsecError: what Chronus refuses; ``unavailable`` when it was away at ``away_until``.
+        """
+        sandbox_id = str(record.scoped_id(self._node))
+
+        def message(wait_s: float) -> Message:
+            return StepRollout(
+                seq=seq,
+                stage=stage,
+                payload=msgspec.Raw(payload),
+                sandbox_id=sandbox_id,
+                wait_s=wait_s,
+            )
+
+        return await self._ask_until_ready(record, "step", message, deadline, away_until)
+
     async def await_feedback(
         self, record: SandboxRecord, seq: int, deadline: float
     ) -> FeedbackState:
@@ -143,16 +198,27 @@ class ChronusGateway:
         Raises:
             DsecError: what Chronus refuses; ``unavailable`` when it was away at the deadline.
         """
+        return await self._ask_until_ready(
+            record,
+            "await",
+            lambda wait_s: AwaitFeedback(seq=seq, wait_s=wait_s),
+            deadline,
+            deadline,
+        )
+
+    async def _ask_until_ready(
+        self,
+        record: SandboxRecord,
+        verb: str,
+        message: Callable[[float], Message],
+        deadline: float,
+        away_until: float,
+    ) -> FeedbackState:
         while True:
             began = self._clock.monotonic()
             wait_s = min(max(deadline - began, 0.0), _WAIT_SLICE_S)
             feedback = await self._ask(
-                record,
-                "await",
-                AwaitFeedback(seq=seq, wait_s=wait_s),
-                FeedbackState,
-                deadline,
-                wait_s=wait_s,
+                record, verb, message(wait_s), FeedbackState, away_until, wait_s=wait_s
             )
             now = self._clock.monotonic()
             if feedback.ready or now >= deadline:
@@ -207,8 +273,16 @@ class ChronusGateway:
                     raise
                 if self._clock.monotonic() + pause_s > deadline:
                     raise _away(record.rollout_id, error) from error
-                await self._clock.sleep(max(pause_s, min(error.retry_after_s, _LAST_PAUSE_S)))
+                await self._pause(
+                    rollout_id.owner, max(pause_s, min(error.retry_after_s, _LAST_PAUSE_S))
+                )
             pause_s = min(pause_s * 2, _LAST_PAUSE_S)
+
+    async def _pause(self, shard: str, pause_s: float) -> None:
+        if self._news is None:
+            await self._clock.sleep(pause_s)
+        else:
+            await self._news.wait(shard, pause_s)
 
 
 def _away(rollout_id: str, error: DsecError) -> DsecError:

@@ -33,6 +33,10 @@ from dsec_sandboxd.step_log import PLATFORM_ACTIONS
 #: How long a report is tried again while the platform is away, before the agent is told so.
 REPORT_TIMEOUT_S: Final = 30.0
 
+#: Of a step's payload: a larger one is reported first and then waited for, since the node would
+#: hold it for as long as the wait.
+STEP_MAX_BYTES: Final = 16 * 1024
+
 Json = dict[str, Any]
 
 
@@ -88,6 +92,8 @@ class AgentSession:
                 return await self._report(request)
             case Await():
                 return await self._await(request.seq, request.wait_s)
+            case Step() if request.seq and len(memoryview(request.payload)) <= STEP_MAX_BYTES:
+                return await self._step_at_once(request)
             case Step():
                 wait_s = request.wait_s
                 accepted = await self._report(request)
@@ -158,11 +164,34 @@ class AgentSession:
             self._step("stage", stage, began, {"stage": stage, "seq": str(seq)})
         return {"seq": seq, "duplicate": duplicate}
 
+    async def _step_at_once(self, request: Step) -> Json:
+        """Report and wait in one request; how long the report alone took is not known then."""
+        self._need_rollout()
+        payload = packed_payload(request.payload)
+        seq, stage, began = request.seq, request.stage, self._clock.monotonic()
+        wait_s = min(max(request.wait_s, 0.0), WAIT_MAX_S)
+        feedback = await self._gateway.step(
+            self._record,
+            seq,
+            stage,
+            payload,
+            deadline=self._deadline(wait_s),
+            away_until=self._deadline(max(wait_s, REPORT_TIMEOUT_S)),
+        )
+        if seq > self._logged_seq:
+            self._logged_seq = seq
+            self._step("stage", stage, self._clock.monotonic(), {"stage": stage, "seq": str(seq)})
+        return self._answered(feedback, began)
+
     async def _await(self, seq: int, wait_s: float) -> Json:
         self._need_rollout()
         began = self._clock.monotonic()
         wait_s = min(max(wait_s, 0.0), WAIT_MAX_S)
         feedback = await self._gateway.await_feedback(self._record, seq, self._deadline(wait_s))
+        return self._answered(feedback, began)
+
+    def _answered(self, feedback: FeedbackState, began: float) -> Json:
+        seq = feedback.seq
         if not feedback.ready:
             return {"ready": False, "seq": seq}
         if seq > self._answered_seq:

@@ -25,6 +25,7 @@ from dsec_common.wire.node import (
     PlaceSandbox,
 )
 from dsec_common.wire.pool import SetNodePools
+from dsec_common.wire.rollout_group import ShardTaken
 from dsec_common.wire.sandbox import (
     DeleteSandbox,
     InspectSandbox,
@@ -64,6 +65,7 @@ from dsec_sandboxd.reconciler import Reconciler
 from dsec_sandboxd.record_store import RecordStore
 from dsec_sandboxd.retiring import Retiring
 from dsec_sandboxd.run_directory import RunDirectory
+from dsec_sandboxd.shard_news import ShardNews
 from dsec_sandboxd.snapshot_service import SnapshotService
 from dsec_sandboxd.state import NodeState
 from dsec_sandboxd.step_log import StepLog
@@ -137,6 +139,7 @@ class SandboxdService(Service[SandboxdConfig]):
         self._state = NodeState(rules_of(config, self._facts, self._inventory), self._times)
         source = f"sandboxd-{self._epoch}"
         self._steps = StepLog(self.node, await self._open_log(), source, keeper=store)
+        self._shard_news = ShardNews(self.bus)
         agent_sockets = self._given_agent_sockets or self._agent_socket_server()
         directories = RunDirectory(config.run_path)
         stack.callback(directories.close)
@@ -229,7 +232,7 @@ class SandboxdService(Service[SandboxdConfig]):
         maker.on_end(self._agents.consistency, self._agents.consistency.sandbox_put_back)
 
     def _agent_socket_server(self) -> AgentSockets:
-        gateway = ChronusGateway(self.bus, self._steps, self.node, self.clock)
+        gateway = ChronusGateway(self.bus, self._steps, self.node, self.clock, self._shard_news)
         server = AgentSocketServer(gateway, self.node, clock=self.clock)
         self._opened.push_async_callback(server.aclose)
         return server
@@ -266,6 +269,7 @@ class SandboxdService(Service[SandboxdConfig]):
         """Take requests from services and projects; say that this node is there."""
         bus, node, sandboxes = self.bus, self.node, self._sandboxes
         many = 4 * self.config.sandboxes_max
+        await bus.subscribe(subjects.SHARDS_TAKEN, ShardTaken, self._shard_news.taken)
         place = self._agents.placing(self._gate.place)
         await bus.serve(subjects.node_request(node, "place"), PlaceSandbox, place, max_pending=many)
         await bus.serve(subjects.node_request(node, "list"), ListNodeSandboxes, sandboxes.list)

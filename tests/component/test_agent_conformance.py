@@ -28,6 +28,7 @@ from agent_clients import (
 )
 from agent_world import NODE, sandbox_record
 from chronus_parties import chronus_service
+from documents import ROOT
 from dsec.channel import Channel
 from dsec.rollouts import Rollout, Rollouts
 from dsec_common.behavior import BehaviorLog
@@ -250,3 +251,17 @@ def test_the_agents_that_the_page_shows_run(tmp_path: Path, shown: str) -> None:
             timeout=WITHIN_S,
         )
         assert (done.returncode, done.stdout) == (code, printed), done.stderr
+
+
+def test_the_client_in_go_is_formatted_and_vetted() -> None:
+    need_toolchain("go")
+    for command in (["gofmt", "-l", "."], ["go", "vet", "./..."]):
+        done = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=ROOT / "sdk" / "go",
+            timeout=WITHIN_S,
+        )
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr

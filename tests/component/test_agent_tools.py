@@ -397,6 +397,15 @@ def test_commands_run_and_leave_nothing_behind(tmp_path: Path) -> None:
         left = shell.run("sleep 1000 & echo $!")
         assert left.ok
         _until_over(int(left.stdout))
+        # One that left the group may hold its output open; nobody waits for that.
+        held = shell.run(
+            "setsid sh -c 'touch away; exec yes' & until [ -e away ]; do :; done; echo $! >&2",
+            cwd=str(tmp_path),
+        )
+        assert held.ok
+        _until_over(int(held.stderr))
+        assert shell.run("exec <&-; echo closed", stdin="x" * 1_000_000).stdout == "closed\n"
+        assert len(shell.run("cat", stdin="y" * 200_000).stdout) == 200_000
         long = shell.run("head -c 1000000 /dev/zero | tr '\\0' x")
         assert (len(long.stdout), long.truncated) == (256 * 1024, True)
         with pytest.raises(DsecError) as late:

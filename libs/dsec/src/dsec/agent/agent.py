@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, overload
 
 from dsec.agent.context import Context
 from dsec.agent.contract import AgentContract, agent_contract
@@ -183,7 +183,7 @@ class Agent(abc.ABC):
             tool.close()
         self.context.close()
 
-    def __enter__(self) -> Agent:  # noqa: PYI034  Self would promise more than it needs
+    def __enter__(self) -> Self:
         """Return the agent itself."""
         return self
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from dsec.agent.state import State
 from dsec.agent_channel import DEFAULT_PATH, AgentChannel, AgentError
@@ -238,7 +238,7 @@ class Context:
             self._state.close()
             self._state = None
 
-    def __enter__(self) -> Context:  # noqa: PYI034  Self would promise more than it needs
+    def __enter__(self) -> Self:
         """Return the context itself."""
         return self
 
@@ -249,10 +249,10 @@ class Context:
     def _hello(self) -> dict[str, Any]:
         if not self.in_sandbox:
             return {}
-        with self._stepping, _told():
-            if self._about is None:
+        if self._about is None:  # who asks later must not wait for a step that waits
+            with self._stepping, _told():
                 self._about = self._steps.hello()
-            return self._about
+        return self._about
 
     def _taken(self, answer: Mapping[str, Any]) -> Feedback:
         reward = answer.get("reward")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Final
+from typing import IO, Final, Self, cast
 
 from dsec.tools.tool import Tool, tool_call
 from dsec_common.errors import DsecError, ErrorCode, from_os_error
@@ -19,6 +19,8 @@ OUTPUT_MAX_BYTES: Final = 256 * 1024
 """Of each output, the beginning is kept."""
 
 _PIECE_BYTES: Final = 64 * 1024
+#: A pipe holds as much as one of them takes.
+_LAST_READS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class Shell(Tool):
     ) -> Output:
         """Run a line of the shell, or a program with its arguments.
 
-        When it is over, so are the processes that it left in its group.
+        When it has exited, the processes that it left in its group are killed.
 
         Raises:
             DsecError: ``command_timeout`` when it had to be ended, with the output's beginning in
@@ -77,60 +79,97 @@ class Shell(Tool):
             )
         except OSError as error:
             raise from_os_error("run", error, error.filename or words[0]) from error
-        return self._over(process, stdin, timeout_s)
-
-    def _over(self, process: subprocess.Popen[bytes], stdin: str, timeout_s: float) -> Output:
-        deadline = time.monotonic() + timeout_s
-        kept = [_Kept(process.stdout), _Kept(process.stderr)]
-        writer = threading.Thread(target=_write, args=(process.stdin, stdin), daemon=True)
-        writer.start()
-        late = False
-        try:
-            process.wait(max(deadline - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            writer.join()
-            for one in kept:
-                one.finish()
-        out, err = (bytes(one.data).decode("utf-8", "replace") for one in kept)
+        with _Run(process, stdin.encode("utf-8")) as running:
+            late = not running.wait(timeout_s)
+        out, err = (bytes(it).decode("utf-8", "replace") for it in running.kept)
         if late:
             raise DsecError(
                 ErrorCode.COMMAND_TIMEOUT,
                 f"the command was ended after {timeout_s:g} s",
                 details={"stdout": out, "stderr": err},
             )
-        self.note(status="ok" if process.returncode == 0 else str(process.returncode))
-        truncated = any(one.truncated for one in kept)
-        return Output(exit_code=process.returncode, stdout=out, stderr=err, truncated=truncated)
+        code = process.returncode
+        self.note(status="ok" if code == 0 else str(code))
+        return Output(exit_code=code, stdout=out, stderr=err, truncated=running.truncated)
 
 
-class _Kept:
-    """The beginning of a pipe, which is read to its end."""
+class _Run:
+    """A process with its pipes, served until it is over; then its group is killed.
 
-    def __init__(self, pipe: IO[bytes] | None) -> None:
-        assert pipe is not None  # noqa: S101  it was asked for
-        self.data = bytearray()
+    It is over when it has exited, though somebody else may still hold its outputs open.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], text: bytes) -> None:
+        assert process.stdin is not None  # noqa: S101  all three were asked for
+        assert process.stdout is not None  # noqa: S101  same
+        assert process.stderr is not None  # noqa: S101  same
+        self.kept = (bytearray(), bytearray())
         self.truncated = False
-        self._pipe = pipe
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        self._process = process
+        self._unsent = memoryview(text)
+        self._stdin = process.stdin
+        self._outputs = {process.stdout: self.kept[0], process.stderr: self.kept[1]}
+        self._exit = os.pidfd_open(process.pid)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._exit, selectors.EVENT_READ)
+        self._selector.register(self._stdin, selectors.EVENT_WRITE)
+        for pipe in self._outputs:
+            self._selector.register(pipe, selectors.EVENT_READ)
+        for pipe in (self._stdin, *self._outputs):
+            os.set_blocking(pipe.fileno(), False)
 
-    def _read(self) -> None:
-        while piece := os.read(self._pipe.fileno(), _PIECE_BYTES):
-            room = OUTPUT_MAX_BYTES - len(self.data)
-            self.data += piece[:room]
-            self.truncated |= len(piece) > room
+    def __enter__(self) -> Self:
+        return self
 
-    def finish(self) -> None:
-        self._thread.join()
-        self._pipe.close()
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in self._outputs:
+            # What it wrote last is in the pipe; whoever else holds it may write for ever.
+            for _read in range(_LAST_READS):
+                if pipe.closed or not self._read(pipe):
+                    break
+        self._selector.close()
+        os.close(self._exit)
+        for pipe in (self._stdin, *self._outputs):
+            pipe.close()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Serve the pipes; return whether the process exited in time."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left_s):
+                if key.fileobj == self._exit:
+                    return True
+                if key.fileobj is self._stdin:
+                    self._write()
+                else:
+                    self._read(cast("IO[bytes]", key.fileobj))
+        return False
 
-def _write(pipe: IO[bytes] | None, text: str) -> None:
-    assert pipe is not None  # noqa: S101  it was asked for
-    with contextlib.suppress(BrokenPipeError), pipe:
-        pipe.write(text.encode("utf-8"))
+    def _write(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]
+            if self._unsent:
+                return
+        self._close(self._stdin)
+
+    def _read(self, pipe: IO[bytes]) -> bool:
+        """Take some output, and return whether there may be more now."""
+        try:
+            piece = os.read(pipe.fileno(), _PIECE_BYTES)
+        except BlockingIOError:
+            return False
+        if not piece:
+            self._close(pipe)
+            return False
+        kept = self._outputs[pipe]
+        room = OUTPUT_MAX_BYTES - len(kept)
+        kept += piece[:room]
+        self.truncated |= len(piece) > room
+        return True
+
+    def _close(self, pipe: IO[bytes]) -> None:
+        self._selector.unregister(pipe)
+        pipe.close()

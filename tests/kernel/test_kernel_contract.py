@@ -113,6 +113,16 @@ async def test_files(kernel: Kernel) -> None:
     assert await code_of(kernel.unlink("a", "/tmp/one/moved")) is ErrorCode.NOT_FOUND
 
 
+async def test_a_command_runs_alone_in_a_paused_sandbox_and_in_no_other(kernel: Kernel) -> None:
+    await kernel.create(SPEC)
+    assert await code_of(kernel.run_alone("a", ECHO)) is ErrorCode.UNAVAILABLE
+    await kernel.pause("a")
+    assert (await kernel.run_alone("a", ECHO)).stdout == b"hello\n"
+    await kernel.resume("a")
+    assert (await kernel.exec("a", ECHO)).stdout == b"hello\n"
+    assert await code_of(kernel.run_alone("b", ECHO)) is ErrorCode.NOT_FOUND
+
+
 async def test_closing_ends_the_stream_of_ends(kernel: Kernel) -> None:
     await kernel.create(SPEC)
     await kernel.close()

@@ -164,6 +164,17 @@ async def test_a_step_counts_once_though_the_daemon_is_started_again(
         assert (await node.rollout.inspect()).last_seq == 2
 
 
+async def test_a_platform_that_stays_away_is_told_when_patience_is_over(
+    node: Node, language: str
+) -> None:
+    async with client_of(language, node) as client:
+        assert await client.ask("hello")
+        await client.ask("patience", wait_s=0.1)
+        await node.server.aclose()
+        refused = refusal(await client.ask("report", stage="one", payload=None))
+        assert refused == ("unavailable", True, {})
+
+
 async def test_what_a_client_did_is_in_the_behaviour_log(node: Node, language: str) -> None:
     attributes = {"url": "http://x/<&>", "ä": "ö"}
     async with client_of(language, node) as client:

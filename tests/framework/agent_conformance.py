@@ -30,6 +30,9 @@ class Adder(Agent):
 def answer(channel: AgentChannel, asked: dict[str, Any]) -> Any:
     """Return the result of one request."""
     match asked.pop("op"):
+        case "patience":
+            channel.patience_s = asked["wait_s"]
+            return None
         case "hello":
             return channel.hello()
         case "report":

@@ -52,8 +52,12 @@ func main() {
 		said := map[string]any{"result": result}
 		if err != nil {
 			known := err.(*agent.Error)
+			details := known.Details
+			if details == nil {
+				details = map[string]any{}
+			}
 			said = map[string]any{"error": map[string]any{
-				"code": known.Code, "retryable": known.Retryable, "details": known.Details,
+				"code": known.Code, "retryable": known.Retryable, "details": details,
 			}}
 		}
 		body, err := json.Marshal(said)
@@ -66,6 +70,9 @@ func main() {
 
 func answer(ctx context.Context, channel *agent.Channel, asked request) (any, error) {
 	switch asked.Op {
+	case "patience":
+		channel.Patience = time.Duration(asked.WaitS * float64(time.Second))
+		return nil, nil
 	case "hello":
 		about, err := channel.Hello(ctx)
 		return about, err

@@ -43,6 +43,10 @@ fn answer(channel: &mut Channel, asked: &Value) -> Result<Value, Error> {
         .map(|(name, value)| (name.clone(), value.as_str().unwrap_or("").to_string()))
         .collect();
     match asked["op"].as_str() {
+        Some("patience") => {
+            channel.patience = Duration::from_secs_f64(seconds("wait_s"));
+            Ok(Value::Null)
+        }
         Some("hello") => {
             let about = channel.hello()?;
             Ok(json!({

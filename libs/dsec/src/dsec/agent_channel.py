@@ -81,7 +81,8 @@ class AgentChannel:
                 fails with ``unavailable`` or what the platform last said.
         """
         self._path = path
-        self._patience_s = patience_s
+        #: How long a request is repeated while the platform cannot take it, in seconds.
+        self.patience_s = patience_s
         self._socket: socket.socket | None = None
         self._received = bytearray()
         self._last_id = 0
@@ -215,7 +216,7 @@ class AgentChannel:
         """Return the result of one request, repeated while it can help."""
         body = _encoded(request)
         pauses_s = _pauses()
-        give_up_at = time.monotonic() + wait_s + self._patience_s
+        give_up_at = time.monotonic() + wait_s + self.patience_s
         while True:
             try:
                 return self._ask_once(body, wait_s + _MARGIN_S)

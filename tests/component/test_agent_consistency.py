@@ -230,7 +230,7 @@ async def test_a_scheduler_that_is_killed_on_the_way_leaves_nothing_half_done(
     world: ConsistencyWorld, tmp_path: Path
 ) -> None:
     sandbox, inside = await world.trader()
-    doomed = SchedulerProcess(world, tmp_path, "doomed", DSEC_WARM_UP_S="0.5")
+    doomed = SchedulerProcess(world, tmp_path, "doomed", DSEC_WARM_UP_S="0.25")
     await doomed.start()
     try:
         (scheduler,) = world.schedulers

@@ -97,7 +97,7 @@ class ConsistencyWorld:
         scheduler = SchedulerService(
             SchedulerConfig(
                 node_timeout_s=5.0,
-                warm_up_s=0.5,
+                warm_up_s=0.25,  # a heartbeat of the node
                 drain_timeout_s=1.0,
                 **self.settings("scheduler"),
             )

@@ -32,7 +32,6 @@ def answer(channel: AgentChannel, asked: dict[str, Any]) -> Any:
     match asked.pop("op"):
         case "patience":
             channel.patience_s = asked["wait_s"]
-            return None
         case "hello":
             return channel.hello()
         case "report":
@@ -42,11 +41,12 @@ def answer(channel: AgentChannel, asked: dict[str, Any]) -> Any:
         case "await":
             return channel.await_feedback(asked["seq"], asked["wait_s"])
         case "log":
-            return channel.log(**asked)
+            channel.log(**asked)
         case "call":
-            return call(asked)
+            call(asked)
         case op:
             raise AssertionError(op)
+    return None
 
 
 def call(asked: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ import pytest
 from documents import ROOT
 from dsec import DsecError, ErrorCode, sync
 from dsec.pack.building import Wanted, build_package, write_package
-from dsec.pack.package import read_package_file
 from dsec.pack.signing import write_new_key
 from packages import cache_in, package_of, write_project
 from stack import Stack
@@ -57,10 +56,10 @@ def test_an_agent_runs_from_its_package_with_any_base(
     package = str(tmp_path / "f.dsec")
     layer = stack.dsec_json("layer", "import", package, "--public-key", key.public_key)
     assert (layer["reference"], layer["kind"]) == ("forecaster@1.0", "toolkit")
-    again = sync.import_package(client, read_package_file(tmp_path / "f.dsec"), version="again")
+    again = client.layers.import_package(tmp_path / "f.dsec", version="again")
     assert again.digest == layer["digest"]
     project = write_project(tmp_path / "p", {"agent.py": SDK_AGENT, "agent.yaml": SDK_CONTRACT})
-    sync.import_package(client, build_package(project, cache=cache).package)
+    client.layers.import_package(build_package(project, cache=cache).package)
     toolkits = ["forecaster@1.0", "doubler@1"]
     with client.create_sandbox(base, toolkits=toolkits) as sandbox:
         answered = sandbox.exec([RUN], stdin=ASKED, check=True)

@@ -201,6 +201,11 @@ def test_of_the_sdk_only_what_an_agent_reaches_is_taken(tmp_path: Path) -> None:
     assert "lib/dsec/client.py" not in _paths(built)
     assert _names(built) == []
     assert built.package.size_bytes < 1 << 20
+    # An agent with tools: those that its contract names, and what its contract is read with.
+    weather = _build(tmp_path, Path(__file__).resolve().parents[2] / "examples" / "weather")
+    assert {"lib/dsec/tools/http.py", "lib/dsec/agent/agent.py"} < _paths(weather)
+    assert _names(weather) == ["msgspec", "pyyaml"]
+    assert weather.package.size_bytes < 12 << 20
 
 
 # --- The file -------------------------------------------------------------------------------------

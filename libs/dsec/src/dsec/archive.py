@@ -34,6 +34,19 @@ class PlainFile:
     content: bytes | Path
     executable: bool = False
 
+    def size_bytes(self) -> int:
+        """Return how long the content is.
+
+        Raises:
+            DsecError: ``invalid`` when it cannot be read.
+        """
+        if isinstance(self.content, bytes):
+            return len(self.content)
+        try:
+            return self.content.stat().st_size
+        except OSError as error:
+            raise invalid(f"cannot read {self.content}: {error.strerror}") from error
+
 
 class _Abandoned(Exception):  # noqa: N818  no error: nobody reads the stream any more
     """Ends the writing thread."""

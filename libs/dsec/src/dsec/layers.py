@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -38,6 +38,9 @@ from dsec_common.wire.layer import (
     TagLayer,
     UploadLayerChunk,
 )
+
+if TYPE_CHECKING:
+    from dsec.pack.package import Package
 
 Progress = Callable[[str, int, int], None]
 """Told ``(stage, done_bytes, total_bytes)``; a total of 0 means that it is not known."""
@@ -213,10 +216,48 @@ class Layers:
         Equal files give equal layers: they have neither times nor owners.
         """
         some = tuple(files)
-        total = await asyncio.to_thread(lambda: sum(map(_size_of, some)))
+        total = await asyncio.to_thread(lambda: sum(file.size_bytes() for file in some))
         request = import_request(kind, name, version, tags, replace=replace)
         return await self._import(
             lambda: file_pieces(some, FILE_CHUNK_BYTES), total, request, progress
+        )
+
+    async def import_package(
+        self,
+        package: str | os.PathLike[str] | Package,
+        *,
+        public_key: str = "",
+        name: str = "",
+        version: str = "",
+        tags: Iterable[str] = (),
+        replace: bool = False,
+        progress: Progress | None = None,
+    ) -> LayerInfo:
+        """Make a toolkit of a package, in which ``/opt/dsec/agents/<name>/run`` is the agent.
+
+        Args:
+            package: a file, all of which is checked first; or one that was read.
+            public_key: whose signature is demanded; empty for none.
+            name: the layer's name, and its version; else the agent's.
+            version: see there.
+            tags: as in :meth:`import_directory`.
+            replace: as there.
+            progress: as there.
+
+        Raises:
+            DsecError: as :func:`dsec.pack.package.read_package`, and as there.
+        """
+        from dsec.pack.layering import layer_files, package_of  # noqa: PLC0415  few have one
+
+        found = await asyncio.to_thread(package_of, package, public_key)
+        return await self.import_files(
+            await asyncio.to_thread(lambda: tuple(layer_files(found))),
+            kind=LayerKind.TOOLKIT,
+            name=name or found.manifest.name,
+            version=version or found.manifest.version,
+            tags=tags,
+            replace=replace,
+            progress=progress,
         )
 
     async def _import_whatever(
@@ -448,15 +489,6 @@ async def _file_pieces(path: Path) -> AsyncGenerator[bytes, None]:
     with path.open("rb") as file:
         while data := await asyncio.to_thread(file.read, FILE_CHUNK_BYTES):
             yield data
-
-
-def _size_of(file: PlainFile) -> int:
-    if isinstance(file.content, bytes):
-        return len(file.content)
-    try:
-        return file.content.stat().st_size
-    except OSError as error:
-        raise invalid(f"cannot read {file.content}: {error.strerror}") from error
 
 
 def _no_nodes() -> DsecError:

@@ -27,7 +27,7 @@ from dsec.layers import Layers as AsyncLayers
 from dsec.network import Network as AsyncNetwork
 from dsec.network import PortStream as AsyncPortStream
 from dsec.network import Tunnel as AsyncTunnel
-from dsec.pack import layering, registering
+from dsec.pack import registering
 from dsec.pools import Pools as AsyncPools
 from dsec.process import Process as AsyncProcess
 from dsec.rollouts import Rollout as AsyncRollout
@@ -56,7 +56,6 @@ __all__ = [
     "Snapshots",
     "Stage",
     "build_layer",
-    "import_package",
     "register_package",
     "update_model",
 ]
@@ -233,7 +232,6 @@ def _with_twin(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., A
 
 
 build_layer: Any = _with_twin(recipes.build_layer)
-import_package: Any = _with_twin(layering.import_package)
 register_package: Any = _with_twin(registering.register_package)
 update_model: Any = _with_twin(registering.update_model)
 

@@ -83,7 +83,6 @@ def import_layer(
 
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
-        from dsec.pack.layering import import_package  # noqa: PLC0415  as above
 
         if (path is None) != from_host:
             raise UsageError("give either a PATH or --from-host")
@@ -107,7 +106,7 @@ def import_layer(
                     "progress": progress,
                 }
                 if package is not None:
-                    layer = await import_package(dsec, package, **named)
+                    layer = await dsec.layers.import_package(package, **named)
                 else:
                     named["kind"] = (kind or Kind.BASE).value
                     named |= {"exclude": exclude or (), "clean": clean}

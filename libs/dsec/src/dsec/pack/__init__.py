@@ -2,5 +2,5 @@
 
 ``dsec-pack build``, :func:`dsec.pack.building.build_package`, makes one; it is read by
 :func:`dsec.pack.package.read_package`, and becomes a layer by
-:func:`dsec.pack.layering.import_package`.
+:meth:`dsec.layers.Layers.import_package`.
 """

@@ -19,7 +19,10 @@ from typing import Final
 from dsec.pack.container import deflated
 
 CACHE_MAX_BYTES: Final = 1024 * 1024 * 1024
-"""What the cache is cut back to after a build; the least recently used goes first."""
+"""What the packed files are cut back to after a build; the least recently used goes first."""
+
+TREES_MAX: Final = 32
+"""So many fetched sets of distributions are kept, likewise."""
 
 _RAW: Final = -15
 
@@ -47,7 +50,10 @@ class Cache:
 
     def tree(self, key: str) -> Path:
         """Return where a directory with this key is, or is to be put by :meth:`keep_tree`."""
-        return self._directory / "fetched" / hashlib.sha256(key.encode()).hexdigest()
+        path = self._directory / "fetched" / hashlib.sha256(key.encode()).hexdigest()
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return path
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -68,7 +74,12 @@ class Cache:
         return path
 
     def trim(self) -> None:
-        """Delete what has not been used for longest, down to :data:`CACHE_MAX_BYTES`."""
+        """Delete what has not been used for longest, down to what may be kept."""
+        trees = sorted(
+            (self._directory / "fetched").glob("*"), key=lambda path: path.stat().st_mtime
+        )
+        for path in trees[:-TREES_MAX]:
+            shutil.rmtree(path, ignore_errors=True)
         found = []
         for path in (self._directory / "packed").rglob("*"):
             with contextlib.suppress(OSError):

@@ -6,12 +6,13 @@ The layer is a toolkit: with any base that has a fitting Python it makes sandbox
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dsec.archive import PlainFile
-from dsec.pack.package import Package
+from dsec.pack.package import Package, read_package_file
 from dsec_common.errors import invalid
 from dsec_common.wire.layer import LayerInfo, LayerKind
 
@@ -55,7 +56,8 @@ libraries = os.path.join(home, "lib")
 entry = os.path.join(home, "app", manifest["entry"])
 # The layer is read-only: what would be compiled into it goes into the sandbox's memory.
 sys.dont_write_bytecode = True
-sys.path[0:1] = [os.path.dirname(entry), libraries]
+others = [path for path in sys.path if os.path.realpath(path) != home]
+sys.path[:] = [os.path.dirname(entry), libraries] + others
 before = os.environ.get("PYTHONPATH")
 os.environ["PYTHONPATH"] = libraries + (os.pathsep + before if before else "")
 os.environ.setdefault("DSEC_AGENT_CONTRACT", os.path.join(home, "agent.yaml"))
@@ -69,47 +71,24 @@ def run_program() -> bytes:
     return _RUN.encode()
 
 
+def package_of(given: str | os.PathLike[str] | Package, public_key: str = "") -> Package:
+    """Return the package that is meant, with the signature that is demanded.
+
+    Raises:
+        DsecError: as :func:`dsec.pack.package.read_package`.
+    """
+    if not isinstance(given, Package):
+        return read_package_file(Path(given), public_key)
+    given.check_signer(public_key)
+    return given
+
+
 def layer_files(package: Package) -> Iterator[PlainFile]:
     """Yield the files of the layer that a package is."""
     home = f"{AGENTS}/{package.manifest.name}"
     yield PlainFile(f"{home}/run", run_program(), executable=True)
     for file, content in package.contents():
         yield PlainFile(f"{home}/{file.path}", content, executable=file.executable)
-
-
-async def import_package(
-    client: DSecClient,
-    package: Package,
-    *,
-    name: str = "",
-    version: str = "",
-    tags: Iterable[str] = (),
-    replace: bool = False,
-    progress: Progress | None = None,
-) -> LayerInfo:
-    """Make a toolkit of a package and put it into the stores of all nodes.
-
-    Args:
-        client: of the project.
-        package: a package that was read, and so is checked.
-        name: the layer's; else the agent's.
-        version: the layer's; else the agent's.
-        tags: let ``name:tag`` mean it, for each of them.
-        replace: let the reference point to other content than before.
-        progress: told how far it is.
-
-    Raises:
-        DsecError: as :meth:`dsec.layers.Layers.import_directory`.
-    """
-    return await client.layers.import_files(
-        layer_files(package),
-        kind=LayerKind.TOOLKIT,
-        name=name or package.manifest.name,
-        version=version or package.manifest.version,
-        tags=tags,
-        replace=replace,
-        progress=progress,
-    )
 
 
 async def import_model(

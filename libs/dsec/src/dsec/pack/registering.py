@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsec.pack.errors import refused
-from dsec.pack.layering import import_model, import_package, model_layer_name
+from dsec.pack.layering import import_model, model_layer_name
 from dsec.pack.package import Package, package_bytes, read_package
 from dsec_common.asdl.model import Contract
 from dsec_common.asdl.reading import checked, read_text
@@ -58,7 +58,7 @@ async def register_package(
     data = package_bytes(path)
     package = read_package(data, public_key)
     written, contract = _contract_in(package, path)
-    layer = await import_package(client, package, progress=progress)
+    layer = await client.layers.import_package(package, progress=progress)
     return await client.agents.register(
         contract.name,
         contract.version,

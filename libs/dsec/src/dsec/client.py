@@ -170,6 +170,7 @@ class DSecClient(Functions, Readings, Waits):
         agent: str = "",
         agent_version: str = "",
         rollout_id: str = "",
+        model_rollout_id: str = "",
         ttl_s: float = 0.0,
         idle_ttl_s: float = 0.0,
         idle_action: IdleAction | str = IdleAction.END,
@@ -211,6 +212,8 @@ class DSecClient(Functions, Readings, Waits):
                 an agent, the sandbox is an instance of its active version.
             agent_version: of this version instead; ``active`` if it has to be registered.
             rollout_id: the rollout that its agent socket belongs to.
+            model_rollout_id: gives it a model endpoint, whose calls go to this rollout; see
+                :class:`dsec.model_relay.relay.ModelRelay`.
             ttl_s: its node ends it after so many seconds; 0: never. See :meth:`Sandbox.touch`.
             idle_ttl_s: after so many seconds without use its node ends or pauses it; 0 means never.
             idle_action: ``end`` or ``pause``.
@@ -250,6 +253,7 @@ class DSecClient(Functions, Readings, Waits):
             agent=agent,
             agent_version=agent_version,
             rollout_id=rollout_id,
+            model_rollout_id=model_rollout_id,
             ttl_s=ttl_s,
             idle_ttl_s=idle_ttl_s,
             idle_action=idle_action_of(idle_action),
@@ -351,6 +355,7 @@ class DSecClient(Functions, Readings, Waits):
         agent: str = "",
         agent_version: str = "",
         rollout_id: str = "",
+        model_rollout_id: str = "",
         ttl_s: float = 0.0,
         idle_ttl_s: float = 0.0,
         idle_action: IdleAction | str = IdleAction.END,
@@ -385,6 +390,7 @@ class DSecClient(Functions, Readings, Waits):
             agent=agent,
             agent_version=agent_version,
             rollout_id=rollout_id,
+            model_rollout_id=model_rollout_id,
             ttl_s=ttl_s,
             idle_ttl_s=idle_ttl_s,
             idle_action=idle_action_of(idle_action),

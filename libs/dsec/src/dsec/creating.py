@@ -41,6 +41,7 @@ class CreateOptions(TypedDict, total=False):
     agent: str
     agent_version: str
     rollout_id: str
+    model_rollout_id: str
     ttl_s: float
     snapshot: Snapshot | str
     warm: WarmUse | str

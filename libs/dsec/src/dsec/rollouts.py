@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
@@ -104,6 +105,15 @@ class Rollout:
             wait_s: how long one request to Chronus waits.
             patience_s: how long Chronus may be unreachable before the error is raised.
         """
+        reports = self.reports(after_seq=after_seq, wait_s=wait_s, patience_s=patience_s)
+        async with aclosing(reports):
+            async for report in reports:
+                yield self._stage(report)
+
+    async def reports(
+        self, *, after_seq: int = 0, wait_s: float = 30.0, patience_s: float = 120.0
+    ) -> AsyncGenerator[StageReport, None]:
+        """Yield what :meth:`stages` yields as it was sent, with the time at which it was taken."""
         failing_since = 0.0
         while True:
             try:
@@ -117,7 +127,7 @@ class Rollout:
             failing_since = 0.0
             for report in batch.reports:
                 after_seq = report.seq
-                yield self._stage(report)
+                yield report
             if not batch.reports and batch.state is RolloutState.CLOSED:
                 return
 

@@ -30,6 +30,9 @@ API_OF_PATH: Final = {
     "/v1/messages": ModelApi.MESSAGES,
 }
 
+STALLED_HEADER: Final = "x-dsec-stalled-s"
+"""Says for how many seconds a call was held back because its trainer could not take it."""
+
 #: The type that goes with a status, as OpenAI's and as Anthropic's servers say it.
 _TYPES: Final = {
     400: ("invalid_request_error", "invalid_request_error"),
@@ -53,6 +56,7 @@ class ModelCallError(Exception):
         code: for programs; empty for none.
         retry: whether the client should call again by itself.
         retry_after_s: after how long it should.
+        stalled_s: how long the call was held back for its trainer, 0 if it was not.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class ModelCallError(Exception):
         code: str = "",
         retry: bool = False,
         retry_after_s: float = 0.0,
+        stalled_s: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -72,6 +77,7 @@ class ModelCallError(Exception):
         self.code = code
         self.retry = retry
         self.retry_after_s = retry_after_s
+        self.stalled_s = stalled_s
 
     def body(self, api: ModelApi) -> bytes:
         """Return the JSON body that a client of ``api`` reads."""
@@ -95,4 +101,6 @@ class ModelCallError(Exception):
         headers = {"x-should-retry": "true" if self.retry else "false"}
         if self.retry and self.retry_after_s:
             headers["retry-after"] = f"{self.retry_after_s:g}"
+        if self.stalled_s:
+            headers[STALLED_HEADER] = f"{self.stalled_s:.1f}"
         return headers

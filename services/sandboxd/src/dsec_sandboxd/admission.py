@@ -78,8 +78,9 @@ def check_placement(place: PlaceSandbox, maxima: LimitMaxima) -> Limits:
     check_labels(request.labels)
     if len(request.agent) > AGENT_CHARACTERS_MAX or not request.agent.isprintable():
         raise invalid_field("agent", f"use at most {AGENT_CHARACTERS_MAX} printable characters")
-    if request.rollout_id:
-        ScopedId.parse(request.rollout_id, "rollout id")
+    for rollout_id in (request.rollout_id, request.model_rollout_id):
+        if rollout_id:
+            ScopedId.parse(rollout_id, "rollout id")
     check_seconds(request.ttl_s, "ttl_s")
     check_seconds(request.idle_ttl_s, "idle_ttl_s")
     if request.delete_after and request.command is None:

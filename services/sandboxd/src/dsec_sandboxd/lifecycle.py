@@ -44,6 +44,7 @@ from dsec_sandboxd.kernel.interface import EndCause as KernelEndCause
 from dsec_sandboxd.layers.records import Layer
 from dsec_sandboxd.listing import page_of
 from dsec_sandboxd.making import Maker, RemakeError
+from dsec_sandboxd.model_environment import environment_of
 from dsec_sandboxd.performer import Parts, Performer, Placement
 from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.restarts import may_live_on
@@ -235,11 +236,12 @@ class Sandboxes:
             layer_references=tuple(layer.reference for layer in placement.layers),
             layer_digests=tuple(layer.digest for layer in placement.layers),
             limits=limits,
-            env={**defaults.env, **request.env},
+            env={**defaults.env, **environment_of(request)},
             labels=request.labels,
             agent=request.agent,
             agent_version=request.agent_version,
             rollout_id=request.rollout_id,
+            model_rollout_id=request.model_rollout_id,
             lease_id=place.lease_id,
             slices=place.slices,
             ttl_s=request.ttl_s,

@@ -59,6 +59,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             asked for instead; its variables are among ``env``, too.
         lease_resizes: how often its lease has got other slices, as far as is known here.
         agent_version: which version of its registered agent it is an instance of; empty for none.
+        model_rollout_id: the rollout that its model calls go to; empty for no model endpoint.
         identity: by what a later daemon recognises it in the kernel; none before it runs.
     """
 
@@ -100,6 +101,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     inheriting: bool = False
     warm: WarmUse = WarmUse.PREFER
     asked_as: str = ""
+    model_rollout_id: str = ""
     defaults: CommandDefaults = msgspec.field(default_factory=CommandDefaults)
 
     def env_for(self, named: Mapping[str, str]) -> Mapping[str, str]:

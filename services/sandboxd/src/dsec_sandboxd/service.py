@@ -55,6 +55,7 @@ from dsec_sandboxd.life_doors import LifeDoors
 from dsec_sandboxd.lifecycle import Sandboxes
 from dsec_sandboxd.making import Maker
 from dsec_sandboxd.metering import Meters
+from dsec_sandboxd.model_doors import ModelDoors, WithModels
 from dsec_sandboxd.networking import Networking
 from dsec_sandboxd.node_rules import rules_of
 from dsec_sandboxd.performer import Parts
@@ -225,6 +226,12 @@ class SandboxdService(Service[SandboxdConfig]):
         """Put together what sandboxes may reach, and the agents' policies that say so."""
         self._networking = Networking(self.config, self._state, kernel, self._steps, maker)
         self._opened.push_async_callback(self._networking.close)
+        gateway = ChronusGateway(self.bus, self._steps, self.node, self.clock, self._shard_news)
+        models = ModelDoors(kernel.network_namespace, gateway, self._gate, self.clock)
+        self._opened.push_async_callback(models.aclose)
+        maker.networks = WithModels(self._networking.networks, models)
+        maker.on_end(models, models.sandbox_put_back)
+        maker.on_adoption(models)
         self._agents = Agents(
             self.bus, self._sandboxes, self._gate, self._networking.networks, agent_sockets
         )

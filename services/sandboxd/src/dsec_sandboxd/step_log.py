@@ -35,6 +35,7 @@ PLATFORM_ACTIONS: Final = frozenset(
         "write_file",
         "stage",
         "feedback",
+        "model_call",
         "delete",
         "end",
         "set_network",

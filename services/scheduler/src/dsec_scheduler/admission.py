@@ -47,8 +47,9 @@ def check(request: CreateSandbox, timeout_max_s: float) -> None:
             "timeout_s", request.timeout_s, f"use more than 0 and at most {timeout_max_s:g} seconds"
         )
     _check_units(request)
-    if request.rollout_id:
-        ScopedId.parse(request.rollout_id, "rollout id")
+    for rollout_id in (request.rollout_id, request.model_rollout_id):
+        if rollout_id:
+            ScopedId.parse(rollout_id, "rollout id")
 
 
 def _check_units(request: CreateSandbox) -> None:

@@ -172,6 +172,8 @@ class CreateSandbox(Message, frozen=True, kw_only=True):
             ``active`` is the one that new work goes to. Empty is that, too, where the project has
             registered such an agent, and nothing where it has not.
         rollout_id: binds the sandbox's agent socket to this rollout.
+        model_rollout_id: gives it a model endpoint, whose calls go to this rollout, which is for
+            them alone; empty for none.
         ttl_s: the node ends the sandbox after this many seconds; 0 means never. See
             :class:`~dsec_common.wire.life.TouchSandbox`.
         idle_ttl_s: after so many seconds without use the node takes ``idle_action``; 0 means never.
@@ -221,6 +223,7 @@ class CreateSandbox(Message, frozen=True, kw_only=True):
     gpu: GpuDemand | None = None
     service_class: ServiceClass = ServiceClass.STANDARD
     priority: int = 0
+    model_rollout_id: str = ""
 
     @property
     def gpu_demand(self) -> GpuDemand | None:

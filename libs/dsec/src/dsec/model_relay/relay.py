@@ -1,0 +1,312 @@
+"""The trainer's end of model calls: sampled once, recorded, answered, and stitched into a trace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+import structlog
+
+from dsec.model_relay.calls import ModelRequest
+from dsec.model_relay.engine import Sampled
+from dsec.model_relay.interfaces import parse_call, render_answer
+from dsec.model_relay.journal import CallJournal, Recorded
+from dsec.model_trace import ModelCall, Trace, stitch
+from dsec.rollouts import Rollout
+from dsec_common.clock import Clock, SystemClock
+from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.model_calls import (
+    STAGE_CALL,
+    STAGE_CANCELLED,
+    CallAnswer,
+    CallCancelled,
+    CallReader,
+    WholeCall,
+    answer_of,
+)
+from dsec_common.model_errors import STALLED_HEADER, ModelCallError
+from dsec_common.wire.rollout import StageReport
+
+_log: Final = structlog.get_logger(__name__)
+
+Engine = Callable[[ModelRequest], Awaitable[Sampled]]
+"""Samples the answer to a call: an :class:`~dsec.model_relay.http_engine.HttpEngine`, or any
+coroutine function of the training loop, which may take its time."""
+
+_FIRST_PAUSE_S: Final = 0.1
+_LAST_PAUSE_S: Final = 5.0
+_TOLD_OF_STALLS_S: Final = 0.05
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """What the calls of one rollout may use; 0 is no limit.
+
+    Attributes:
+        calls: that are sampled.
+        tokens: that are sampled in all. No call is allowed more than are left when it begins; calls
+            at once may so go beyond it together.
+        time_s: from the first call on; by the clock of Chronus, over restarts.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    time_s: float = 0.0
+
+
+class _Call:
+    """A request under way or answered, and the reports that want its answer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.reports: set[int] = set()
+        self.task: asyncio.Task[None] | None = None
+        self.sampled = False
+        self.answer: CallAnswer | None = None
+
+    def cancel(self) -> bool:
+        """End it, unless it was sampled already: then it is recorded and told like any other."""
+        if self.task is None or self.sampled or self.answer is not None:
+            return False
+        return self.task.cancel()
+
+
+class ModelRelay:
+    """Answers the calls of one rollout. An async context manager; :meth:`run` does the work.
+
+    Every call is sampled once. What was sampled is in the journal before the harness is told, so a
+    relay that is started again, with the same rollout and file, answers what was not answered and
+    samples nothing twice that anybody was told.
+
+    Args:
+        rollout: that sandboxes name as their ``model_rollout_id``; for nothing else.
+        engine: samples. While it raises ``unavailable``, calls wait.
+        journal: the file of this rollout's calls.
+        budget: what they may use.
+        clock: for the budget's time.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        engine: Engine,
+        *,
+        journal: Path,
+        budget: Budget | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._rollout = rollout
+        self._engine = engine
+        self._journal = CallJournal(journal)
+        self._budget = budget or Budget()
+        self._clock: Clock = clock or SystemClock()
+        self._reader = CallReader()
+        self._calls: dict[str, _Call] = {}  # the newest of each key
+        self._by_report: dict[int, _Call] = {}
+        self._began_at = 0.0
+        self._begun = 0
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    async def __aenter__(self) -> Self:
+        """Read the journal.
+
+        Raises:
+            DsecError: ``conflict`` while another relay has it.
+        """
+        self._journal.__enter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._journal.__exit__()
+
+    def pause(self) -> None:
+        """Hold calls back that have not begun, as while weights are updated."""
+        self._awake.clear()
+
+    def resume(self) -> None:
+        """Let calls begin again."""
+        self._awake.set()
+
+    def trace(self) -> Trace:
+        """Return what was sampled so far, stitched."""
+        return stitch(recorded.call for recorded in self._journal.calls.values())
+
+    async def run(self) -> None:
+        """Answer calls until the rollout is closed.
+
+        Raises:
+            DsecError: ``unsupported`` when the engine does not tell its tokens; what the journal or
+                Chronus refuse. What was not answered then is, by the next relay.
+        """
+        failed: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as group, aclosing(self._rollout.reports()) as reports:
+                async for report in reports:
+                    self._take(report, group)
+                for call in self._by_report.values():
+                    call.cancel()  # nobody is told any more
+        except* DsecError as errors:
+            failed = errors.exceptions[0]
+        if failed is not None:
+            raise failed
+
+    # --- Reports ------------------------------------------------------------------------------
+
+    def _take(self, report: StageReport, group: asyncio.TaskGroup) -> None:
+        match report.stage:
+            case _ if report.stage == STAGE_CALL:
+                self._began_at = self._began_at or report.sent_at
+                whole = self._reader.take(report.seq, report.payload)
+                if whole is not None:
+                    self._take_call(whole, group)
+            case _ if report.stage == STAGE_CANCELLED:
+                self._cancel(msgspec.convert(report.payload, CallCancelled).seq)
+            case _:
+                _log.warning("no_model_call", rollout=self._rollout.id, stage=report.stage)
+
+    def _take_call(self, whole: WholeCall, group: asyncio.TaskGroup) -> None:
+        known = self._calls.get(whole.key)
+        if known is not None and whole.repeat:
+            known.reports.add(whole.seq)
+            self._by_report[whole.seq] = known
+            if known.answer is not None:
+                group.create_task(self._tell(whole.seq, known.answer))
+            return
+        call = self._calls[whole.key] = self._by_report[whole.seq] = _Call(whole.seq)
+        call.reports.add(whole.seq)
+        recorded = self._journal.calls.get(whole.seq)
+        if recorded is not None:
+            self._begun += 1
+            call.answer = recorded.answer
+            group.create_task(self._tell(whole.seq, recorded.answer))
+            return
+        call.task = group.create_task(
+            self._answer(call, whole), name=f"model call {whole.seq} of {self._rollout.id}"
+        )
+
+    def _cancel(self, seq: int) -> None:
+        call = self._by_report.get(seq)
+        if call is None or not call.cancel():
+            return
+        for key in [key for key, newest in self._calls.items() if newest is call]:
+            del self._calls[key]
+
+    # --- Calls --------------------------------------------------------------------------------
+
+    async def _answer(self, call: _Call, whole: WholeCall) -> None:
+        try:
+            request = parse_call(whole.api, whole.body)
+            sampled, stalled_s = await self._sample(request)
+            call.sampled = True
+            answer = _rendered(request, sampled, stalled_s)
+        except ModelCallError as error:
+            # Not recorded: the same request may be wanted once more, and it was not sampled.
+            if self._calls.get(whole.key) is call:
+                del self._calls[whole.key]
+            answer = answer_of(
+                error.status, "application/json", error.headers(), error.body(whole.api)
+            )
+        else:
+            await self._journal.record(
+                Recorded(key=whole.key, call=self._model_call(call, sampled), answer=answer)
+            )
+        call.answer = answer
+        for seq in sorted(call.reports):
+            await self._tell(seq, answer)
+
+    async def _sample(self, request: ModelRequest) -> tuple[Sampled, float]:
+        """Return what the engine samples, and how long it could not.
+
+        Raises:
+            ModelCallError: 429 when the budget is used up; what the engine refuses.
+        """
+        began = self._clock.monotonic()
+        begun = began
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            await self._awake.wait()
+            limited = self._within_budget(request)
+            self._begun += 1
+            try:
+                begun = self._clock.monotonic()
+                return await self._engine(limited), begun - began
+            except DsecError as error:
+                if error.code is not ErrorCode.UNAVAILABLE:
+                    raise
+                self._begun -= 1
+            await self._clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+
+    def _within_budget(self, request: ModelRequest) -> ModelRequest:
+        """Return the request, with no more tokens than are left.
+
+        Raises:
+            ModelCallError: 429 when nothing is left.
+        """
+        budget = self._budget
+        if budget.calls and self._begun >= budget.calls:
+            raise _used_up(f"{budget.calls} calls")
+        if budget.time_s and self._clock.now() - self._began_at >= budget.time_s:
+            raise _used_up(f"{budget.time_s:g} s")
+        if not budget.tokens:
+            return request
+        used = sum(len(it.call.completion_ids) for it in self._journal.calls.values())
+        left = budget.tokens - used
+        if left <= 0:
+            raise _used_up(f"{budget.tokens} tokens")
+        asked = request.options.get("max_tokens") or left
+        options = {**request.options, "max_tokens": min(asked, left)}
+        return msgspec.structs.replace(request, options=options)
+
+    def _model_call(self, call: _Call, sampled: Sampled) -> ModelCall:
+        return ModelCall(
+            call_key=f"{self._rollout.id}.{call.number}",
+            number=call.number,
+            prompt_ids=sampled.prompt_ids,
+            completion_ids=sampled.completion_ids,
+            logprobs=sampled.logprobs,
+            finish_reason=sampled.answer.finish_reason,
+            model_version=sampled.model_version,
+            temperature=sampled.temperature,
+        )
+
+    async def _tell(self, seq: int, answer: CallAnswer) -> None:
+        try:
+            await self._rollout.feedback(seq, msgspec.to_builtins(answer))
+        except DsecError as error:
+            # Closed: nobody waits. A refusal that differs from one told before: that one counts.
+            if error.code is ErrorCode.EXPIRED:
+                return
+            if error.code is ErrorCode.CONFLICT and answer.status != 200:  # noqa: PLR2004
+                return
+            raise
+
+
+def _rendered(request: ModelRequest, sampled: Sampled, stalled_s: float) -> CallAnswer:
+    rendered = render_answer(request, sampled.answer)
+    headers = {STALLED_HEADER: f"{stalled_s:.1f}"} if stalled_s >= _TOLD_OF_STALLS_S else {}
+    try:
+        answer = answer_of(200, rendered.content_type, headers, rendered.body)
+    except DsecError as error:
+        raise ModelCallError(500, error.message, code="answer_too_large") from error
+    return msgspec.structs.replace(
+        answer,
+        tokens_in=len(sampled.prompt_ids),
+        tokens_out=len(sampled.completion_ids),
+    )
+
+
+def _used_up(what: str) -> ModelCallError:
+    return ModelCallError(
+        429, f"this rollout has used up its budget of {what}", code="insufficient_quota"
+    )

@@ -1,0 +1,290 @@
+"""One sandbox's model calls: reported to its rollout, and answered with what comes back.
+
+A harness that repeats a request whose answer it may not have got is given that answer: while it is
+under way it is waited for again, and after that the trainer's side is told that this is a
+repetition and answers from its record. What tells a repetition from a wish for another sample is
+whether the answer was handed to the harness before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+import structlog
+
+from dsec_common.clock import Clock
+from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.model_calls import (
+    STAGE_CALL,
+    STAGE_CANCELLED,
+    CallAnswer,
+    CallCancelled,
+    parts_of,
+    pressed,
+    unpressed,
+)
+from dsec_common.model_errors import ModelApi, ModelCallError
+from dsec_sandboxd.agent_gateway import AgentGateway
+from dsec_sandboxd.ports import Uses
+from dsec_sandboxd.records import SandboxRecord
+
+_log: Final = structlog.get_logger(__name__)
+
+MODEL_WAIT_MAX_S: Final = 570.0
+"""How long one request waits for its answer; clients wait for ten minutes and call again."""
+
+MODEL_GRACE_S: Final = 10.0
+"""How long a call goes on without anybody who waits for it: its harness may call again."""
+
+_REPORT_S: Final = 30.0
+_AWAIT_S: Final = 300.0
+_CANCEL_S: Final = 10.0
+#: Another report may have taken a number, as after a restart of the daemon.
+_NUMBERINGS: Final = 5
+_DELIVERED_KEPT: Final = 4096
+
+
+@dataclass(eq=False, slots=True)
+class PendingCall:
+    """A call under way, or answered and not handed over."""
+
+    key: str
+    task: asyncio.Task[CallAnswer]
+    waiting: int = 0
+    seq: int = 0
+    given_up: asyncio.TimerHandle | None = None
+
+
+class ModelSession:
+    """The calls of one sandbox; belongs to the loop it is used on."""
+
+    def __init__(
+        self,
+        record: SandboxRecord,
+        gateway: AgentGateway,
+        clock: Clock,
+        uses: Uses | None = None,
+        *,
+        spawn: Callable[[Coroutine[None, None, None]], None],
+        wait_max_s: float = MODEL_WAIT_MAX_S,
+        grace_s: float = MODEL_GRACE_S,
+    ) -> None:
+        """Take whose calls they are, the way to the rollout, who counts uses, who runs tasks."""
+        self._record = msgspec.structs.replace(record, rollout_id=record.model_rollout_id)
+        self._gateway = gateway
+        self._clock = clock
+        self._uses = uses
+        self._wait_max_s = wait_max_s
+        self._grace_s = grace_s
+        self._numbering = asyncio.Lock()
+        self._seq: int | None = None
+        self._base: tuple[int, bytes] = (0, pressed(b""))
+        self._calls: dict[str, list[PendingCall]] = {}
+        self._delivered: OrderedDict[str, None] = OrderedDict()
+        self._spawn = spawn
+
+    async def answer(
+        self, api: ModelApi, body: bytes, *, retried: bool, idempotency_key: str
+    ) -> tuple[PendingCall, CallAnswer]:
+        """Return the answer to a request, and its call for :meth:`delivered`.
+
+        Cancelled, the call goes on for a while; see the module.
+
+        Args:
+            api: the interface that was called.
+            body: the request.
+            retried: the client says that it calls again.
+            idempotency_key: of the client's choice: the same one is always the same call.
+
+        Raises:
+            ModelCallError: why there is none.
+        """
+        text = b"\0".join((api.encode(), idempotency_key.encode(), body))
+        key = blake2b(text, digest_size=16).hexdigest()
+        call = self._orphan(key)
+        if call is None:
+            # Somebody waits for the same already: these are two calls.
+            lost = key not in self._delivered and key not in self._calls
+            repeat = retried or bool(idempotency_key) or lost
+            call = self._begin(api, body, key, repeat=repeat)
+        call.waiting += 1
+        if call.given_up is not None:
+            call.given_up.cancel()
+            call.given_up = None
+        if self._uses is not None:
+            self._uses.began(self._record.local)
+        began = self._clock.monotonic()
+        try:
+            async with asyncio.timeout(self._wait_max_s):
+                answer = await asyncio.shield(call.task)
+        except TimeoutError:
+            raise _stalled(self._wait_max_s) from None
+        except DsecError as error:
+            self._forget(call)
+            raise _refusal(error) from error
+        else:
+            self._log(api, answer, 1000 * (self._clock.monotonic() - began))
+            return call, answer
+        finally:
+            if self._uses is not None:
+                self._uses.ended(self._record.local)
+            call.waiting -= 1
+            if not call.waiting and call in self._calls.get(key, ()):
+                call.given_up = asyncio.get_running_loop().call_later(
+                    self._grace_s, self._give_up, call
+                )
+
+    def delivered(self, call: PendingCall) -> None:
+        """Note that the harness has the answer: the same request again is another call."""
+        if call.given_up is not None:
+            call.given_up.cancel()
+        self._forget(call)
+        self._delivered[call.key] = None
+        self._delivered.move_to_end(call.key)
+        if len(self._delivered) > _DELIVERED_KEPT:
+            self._delivered.popitem(last=False)
+
+    async def close(self, *, ended: bool) -> None:
+        """Let go of all calls.
+
+        Args:
+            ended: the sandbox has ended, so what is under way is given up. It is not when only the
+                daemon stops: its harness calls again.
+        """
+        calls = [call for calls in self._calls.values() for call in calls]
+        for call in calls:
+            if call.given_up is not None:
+                call.given_up.cancel()
+            if ended:
+                self._give_up(call)
+            else:
+                self._forget(call)
+                call.task.cancel()
+        await asyncio.gather(*(call.task for call in calls), return_exceptions=True)
+
+    def _log(self, api: ModelApi, answer: CallAnswer, latency_ms: float) -> None:
+        self._gateway.log(
+            self._record,
+            "model_call",
+            status=str(answer.status),
+            latency_ms=latency_ms,
+            attributes={"interface": api},
+            tokens_in=answer.tokens_in,
+            tokens_out=answer.tokens_out,
+        )
+
+    # --- Inside -------------------------------------------------------------------------------
+
+    def _orphan(self, key: str) -> PendingCall | None:
+        """Return a call of this key that nobody waits for: its harness has called again."""
+        return next((call for call in self._calls.get(key, ()) if not call.waiting), None)
+
+    def _begin(self, api: ModelApi, body: bytes, key: str, *, repeat: bool) -> PendingCall:
+        async def run() -> CallAnswer:
+            call.seq = await self._report(api, body, key, repeat=repeat)
+            while True:
+                deadline = self._clock.monotonic() + _AWAIT_S
+                try:
+                    feedback = await self._gateway.await_feedback(self._record, call.seq, deadline)
+                except DsecError as error:
+                    if error.code is not ErrorCode.UNAVAILABLE:
+                        raise
+                    continue  # the request's own wait is bounded
+                if feedback.ready:
+                    return msgspec.convert(feedback.payload, CallAnswer)
+
+        call = PendingCall(
+            key, asyncio.create_task(run(), name=f"model call of {self._record.local}")
+        )
+        # Nobody may wait for it when it fails.
+        call.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._calls.setdefault(key, []).append(call)
+        return call
+
+    async def _report(self, api: ModelApi, body: bytes, key: str, *, repeat: bool) -> int:
+        """Make a call durable; return the number of its last report."""
+        async with self._numbering:
+            base, kept = self._base
+            parts = parts_of(api, key, body, repeat=repeat, base=base, base_body=unpressed(kept))
+            seq = await self._write(STAGE_CALL, parts)
+            self._base = (seq, pressed(body))  # it waits for the next call, maybe for long
+            return seq
+
+    async def _write(self, stage: str, payloads: Sequence[msgspec.Struct]) -> int:
+        for attempt in range(_NUMBERINGS):
+            deadline = self._clock.monotonic() + _REPORT_S
+            try:
+                if self._seq is None:
+                    self._seq = await self._gateway.last_seq(self._record, deadline)
+                for payload in payloads:
+                    packed = msgspec.msgpack.encode(payload)
+                    await self._gateway.report(self._record, self._seq + 1, stage, packed, deadline)
+                    self._seq += 1
+            except DsecError as error:
+                self._seq = None  # what became of the last report is not known
+                if error.code is not ErrorCode.CONFLICT or attempt + 1 == _NUMBERINGS:
+                    raise
+            except BaseException:
+                self._seq = None
+                raise
+            else:
+                return self._seq
+        raise AssertionError  # pragma: no cover
+
+    def _forget(self, call: PendingCall) -> None:
+        calls = self._calls.get(call.key, [])
+        if call in calls:
+            calls.remove(call)
+        if not calls:
+            self._calls.pop(call.key, None)
+
+    def _give_up(self, call: PendingCall) -> None:
+        """End a call that nobody waits for; the trainer's side ends it where it is sampled."""
+        self._forget(call)
+        if call.task.done():
+            return
+        call.task.cancel()
+        if call.seq:
+            self._spawn(self._tell_cancelled(call.seq))
+
+    async def _tell_cancelled(self, seq: int) -> None:
+        try:
+            async with asyncio.timeout(_CANCEL_S), self._numbering:
+                await self._write(STAGE_CANCELLED, [CallCancelled(seq=seq)])
+        except (DsecError, TimeoutError) as error:
+            _log.info("cancelled_call_not_told", local=self._record.local, error=str(error))
+
+
+def _stalled(wait_max_s: float) -> ModelCallError:
+    return ModelCallError(
+        503,
+        f"the trainer has not answered within {wait_max_s:g} s; it may be updating its model. Call "
+        "again with the same request: it goes on where it is",
+        code="stalled",
+        retry=True,
+        retry_after_s=1.0,
+        stalled_s=wait_max_s,
+    )
+
+
+def _refusal(error: DsecError) -> ModelCallError:
+    match error.code:
+        case ErrorCode.NOT_FOUND | ErrorCode.EXPIRED:
+            told = "this rollout is over and takes no more calls"
+            return ModelCallError(403, told, code="rollout_closed")
+        case ErrorCode.UNAVAILABLE | ErrorCode.EXHAUSTED | ErrorCode.TIMEOUT:
+            return ModelCallError(
+                503,
+                f"the call could not be passed on: {error.message}",
+                code="unavailable",
+                retry=True,
+                retry_after_s=1.0,
+            )
+        case _:
+            return ModelCallError(500, f"the call failed: {error.message}", code=error.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ from dsec_common.statedb.keys import (
 from dsec_common.statedb.versions import version_at
 from dsec_common.testing.clock import FakeClock
 from statedb_world import put_all
+
+_SOURCE = random.Random(0)  # noqa: S311  it must be repeatable
+
+
+def size_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.sst"))
 
 
 def test_no_key_of_one_namespace_is_reachable_from_another(database: StateDB) -> None:
@@ -95,6 +102,20 @@ def test_what_is_too_large_is_refused_and_changes_nothing(database: StateDB) -> 
         assert refused.value.code is ErrorCode.INVALID
     assert space.version == 0
     assert space.scan().entries == ()
+
+
+def test_a_value_that_is_no_bytes_is_the_callers_fault_and_changes_nothing(
+    database: StateDB,
+) -> None:
+    space = database.namespace("a")
+    openings = database._engine.openings
+    for value in ("text", bytearray(b"x")):
+        with pytest.raises((TypeError, ValueError)):
+            space.put("k", value)  # type: ignore[arg-type]
+        with pytest.raises((TypeError, ValueError)):
+            space.write({"k": value})  # type: ignore[dict-item]
+    assert database._engine.openings == openings
+    assert space.get("k") is None
 
 
 def test_several_namespaces_change_together(database: StateDB) -> None:
@@ -354,6 +375,19 @@ async def test_a_compaction_keeps_what_somebody_can_see_and_nothing_else(
     assert [it.value for it in space.history("k")] == [b"99", b"49"]
     assert space.get("k", at=held) == b"49"
     assert await database.verify() == 2
+
+
+async def test_a_compaction_frees_space_on_the_disk(database: StateDB) -> None:
+    space = database.namespace("a")
+    for _ in range(20):
+        for number in range(20):
+            space.put(f"{number}", _SOURCE.randbytes(20_000))
+        await database._engine.job(lambda it: it.flush())
+    before = size_of(database.directory)
+    space.get("1")  # it must not hold files either
+    await database.compact()
+    assert before > 8_000_000
+    assert size_of(database.directory) < before / 5
 
 
 async def test_a_cleared_namespace_is_forgotten_and_can_begin_anew(

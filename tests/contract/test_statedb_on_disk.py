@@ -208,3 +208,4 @@ async def test_another_programs_database_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DsecError, match="something else") as refused:
         StateDB(tmp_path / "db")
     assert refused.value.code is ErrorCode.INVALID
+    Rdict(str(tmp_path / "db"), Options(raw_mode=True)).close()  # and let go of

@@ -70,21 +70,22 @@ def add_changes(
     size = 0
     if puts:
         values: Collection[bytes] = puts.values()
-        keys = _encoded_keys(puts)
-        size = sum(map(len, keys)) + sum(map(len, values))
-        if size > BATCH_BYTES_MAX or max(map(len, values)) > VALUE_BYTES_MAX:
-            largest, value = max(puts.items(), key=lambda item: len(item[1]))
-            raise too_large(largest, value) if len(value) > VALUE_BYTES_MAX else too_much()
+        keys, size = _encoded_keys(puts)
+        size += sum(map(len, values))
+        if size > VALUE_BYTES_MAX:
+            _check_sizes(puts, size)
         end = ending(version, EXPIRING if ttl_s else VALUE)
         if ttl_s:
             expires_ms = math.ceil((now_s + ttl_s) * 1000)
             values = [expiring(value, expires_ms) for value in values]
         for key, value in zip(keys, values, strict=True):
             put(data + key + end, value)
-    end = ending(version, DELETED)
-    for key in _encoded_keys(deletes):
-        size += len(key)
-        put(data + key + end, b"")
+    if deletes:
+        end = ending(version, DELETED)
+        keys, deleted_bytes = _encoded_keys(deletes)
+        size += deleted_bytes
+        for key in keys:
+            put(data + key + end, b"")
     return size
 
 
@@ -97,14 +98,22 @@ def too_much() -> DsecError:
     )
 
 
-def _encoded_keys(keys: Collection[str]) -> list[bytes]:
-    if not keys:
-        return []
+def _check_sizes(puts: Mapping[str, bytes], size: int) -> None:
+    key, value = max(puts.items(), key=lambda item: len(item[1]))
+    if len(value) > VALUE_BYTES_MAX:
+        raise too_large(key, value)
+    if size > BATCH_BYTES_MAX:
+        raise too_much()
+
+
+def _encoded_keys(keys: Collection[str]) -> tuple[list[bytes], int]:
+    """Return keys as they are stored, and their bytes in all."""
     try:
-        encoded = "\0".join(keys).encode().split(b"\0")
+        joined = "\0".join(keys).encode()
     except UnicodeEncodeError:
-        encoded = []
-    lengths = list(map(len, encoded))
-    if len(lengths) == len(keys) and min(lengths) > 0 and max(lengths) <= KEY_BYTES_MAX:
-        return encoded
-    return list(map(encoded_key, keys))  # one of them is not fine: say which
+        joined = b""
+    encoded = joined.split(b"\0")
+    count = len(keys)
+    if len(encoded) != count or b"" in encoded or max(map(len, encoded)) > KEY_BYTES_MAX:
+        encoded = list(map(encoded_key, keys))  # one of them is not fine: it says which
+    return encoded, len(joined) - count + 1

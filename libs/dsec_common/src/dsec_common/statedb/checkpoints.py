@@ -81,6 +81,7 @@ def take(database: Rdict, target: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         Checkpoint(database).create_checkpoint(str(partial))
+        partial.chmod(0o700)
         files = {path.name: _described(path) for path in sorted(partial.iterdir())}
         (partial / _LIST).write_bytes(msgspec.json.encode(_List(FORMAT, files)))
         _appear(partial, target)
@@ -131,12 +132,13 @@ def _described(path: Path) -> _File:
 def _appear(partial: Path, target: Path) -> None:
     """Give a whole directory its name, durably."""
     for path in (*partial.iterdir(), partial):
-        _sync(path)
+        sync(path)
     partial.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put a file or directory on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

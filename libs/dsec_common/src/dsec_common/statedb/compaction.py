@@ -64,6 +64,7 @@ class Pass:
             await asyncio.sleep(0)
         if self.removed:
             await self._engine.job(self._free)
+            self._engine.freshen()
         return Compacted(self.kept, self.removed)
 
     def _step(self) -> bool:

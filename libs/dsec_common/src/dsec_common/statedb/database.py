@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,7 +54,7 @@ class StateDB:
         directory: of this database alone; made when missing.
         clock: whose time versions and expiry follow.
         memory_bytes: what this process may use at all; by default what the machine and the cgroups
-            say. The write buffers get 15 % of it, from 8 MiB to 1 GiB, and as much again but at
+            say. The write buffers get 15 % of it, from 8 to 512 MiB, and as much again but at
             most 256 MiB is a cache of what is read.
         clock_tolerance_ms: how far the clocks of an agent and of what it depends on may be apart.
         count_one_of: one of so many operations is counted for :meth:`hot_keys`.
@@ -77,7 +78,9 @@ class StateDB:
             raise invalid("a StateDB counts one of 1 or more, and tolerates 0 ms or more")
         clock = clock or SystemClock()
         try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not directory.exists():
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                checkpoints.sync(directory.parent)
         except OSError as error:
             raise from_os_error("making a StateDB", error, str(directory)) from error
         memory_bytes = usable_memory_bytes() if memory_bytes is None else memory_bytes
@@ -87,9 +90,9 @@ class StateDB:
         self._clock = clock
         self._engine = Engine(directory, write_buffer_bytes(memory_bytes), self._load_again)
         self._hot_keys = HotKeys(clock.monotonic, count_one_of)
-        self._surroundings = Surroundings(
-            self._engine, clock.now, clock_tolerance_ms, self._hot_keys
-        )
+        # The same without a call in between, of which every write makes one.
+        now_s = time.time if isinstance(clock, SystemClock) else clock.now
+        self._surroundings = Surroundings(self._engine, now_s, clock_tolerance_ms, self._hot_keys)
         try:
             self._check_header()
         except BaseException:
@@ -247,6 +250,8 @@ class StateDB:
         iterator = self._engine.iterate()
         iterator.seek_to_first()
         self._engine.check(iterator)
-        if iterator.valid():
+        is_empty = not iterator.valid()
+        iterator.drop()
+        if not is_empty:
             raise invalid(f"there is something else than a StateDB in {self.directory}")
         self._engine.put(HEADER, packed_format(FORMAT))

@@ -153,6 +153,10 @@ class Engine:
         """Return an iterator over this moment's content; drop it before anything is awaited."""
         return Iterator(self.database.iter())
 
+    def freshen(self) -> None:
+        """Let the cursor go of files that are no longer in use."""
+        self.cursor.seek(b"")
+
     def check(self, iterator: Iterator | None = None) -> None:
         """Tell the end of an iterator, or of the cursor, from damage.
 
@@ -220,6 +224,8 @@ class Engine:
         After one failed write RocksDB refuses all others until it is opened again. To repeat a
         write is safe: it has the same keys and versions.
         """
+        if type(error) is not Exception:  # RocksDB raises no other: what was written was no bytes
+            raise error
         if self._jobs or time.monotonic() < self._opened_at + _REOPEN_PAUSE_S:
             raise self._refused(error) from error
         _log.warning("statedb_reopened", directory=str(self.directory), error=str(error))

@@ -11,7 +11,9 @@ WRITE_BUFFER_PART: Final = 0.15
 """Of the memory that this process may use."""
 
 WRITE_BUFFER_BYTES_MIN: Final = 8 * _MIB
-WRITE_BUFFER_MAX_BYTES: Final = 1024 * _MIB
+WRITE_BUFFER_MAX_BYTES: Final = 512 * _MIB
+"""What is in them is read back from the log when a database is opened: a second or two."""
+
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 

@@ -20,18 +20,18 @@ from dsec_common.statedb.keys import (
     DATA,
     END,
     KEY_BYTES_MAX,
+    LAST_VERSION,
     META,
     SNAPSHOT,
+    SUFFIX_BYTES,
     VALUE,
     VALUE_BYTES_MAX,
     encoded_key,
     encoded_namespace,
-    ending,
     packed,
     record_of,
     too_large,
     unpacked,
-    version_of,
 )
 from dsec_common.statedb.lineage import Lineage, View
 from dsec_common.statedb.reading import PAGE_KEYS_MAX, DiffPage, Entry, Page, Reader
@@ -108,6 +108,7 @@ class Namespace:
         """The snapshots that are held, oldest first."""
         return self.lineage.snapshots
 
+    # What ``put`` and ``get`` do themselves, calls would make a third slower.
     def put(
         self,
         key: str,
@@ -142,12 +143,12 @@ class Namespace:
         if version > self._ceiling:
             self.reserve(version)
         self._last = version
-        stored = self._data + encoded + ending(version, VALUE)
-        engine = self._engine
+        ending = ((LAST_VERSION - version) << 8 | VALUE).to_bytes(1 + SUFFIX_BYTES, "big")
         try:
-            engine.database[stored] = value
+            self._engine.database[self._data + encoded + ending] = value
         except Exception:  # noqa: BLE001  RocksDB raises bare Exception
-            engine.put(stored, value)  # once more, with what there is to do about it
+            # Once more, with what there is to do about it.
+            self._engine.put(self._data + encoded + ending, value)
         self._until_noted -= 1
         if self._until_noted < 0:
             self._note(key, is_write=True)
@@ -183,7 +184,6 @@ class Namespace:
         self._last = version
         return version
 
-    # Each function that it called would cost a tenth of what RocksDB does.
     def get(self, key: str, *, at: int | None = None) -> bytes | None:  # noqa: C901
         """Return a key's value; None when it has none, or has expired.
 
@@ -215,7 +215,7 @@ class Namespace:
                 return None
             starts, ends = self.lineage.now
             if len(starts) > 1:
-                version = version_of(stored)
+                version = LAST_VERSION - int.from_bytes(stored[-SUFFIX_BYTES:-1], "big")
                 if version > ends[bisect_left(starts, version) - 1]:
                     entry = self._reader.entry(key, self.lineage.now, self._now_ms())
                     return entry.value if entry else None
@@ -416,11 +416,11 @@ class Namespace:
         """Add changes of this namespace to a batch, and return their bytes."""
         return add_changes(batch, changes, self._data, version, self._now_s())
 
-    def note_writes(self, keys: Collection[str]) -> None:
+    def note_writes(self, changes: Changes) -> None:
         """Count a sample of the keys that were written."""
-        self._until_noted -= len(keys)
+        self._until_noted -= len(changes.puts) + len(changes.deletes)
         if self._until_noted < 0:
-            names = tuple(keys)
+            names = (*changes.puts, *changes.deletes)
             while self._until_noted < 0:
                 key = names[self._until_noted]
                 self._surroundings.hot_keys.note(self.name, key, is_write=True)
@@ -491,5 +491,5 @@ def write_together(engine: Engine, changes: Mapping[Namespace, Changes]) -> dict
 
     engine.write(build)
     for namespace, change in changes.items():
-        namespace.note_writes(change.puts)
+        namespace.note_writes(change)
     return versions

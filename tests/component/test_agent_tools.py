@@ -7,6 +7,7 @@ import json
 import socket
 import sqlite3
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -264,13 +265,39 @@ def test_http_says_what_went_wrong(site: Web, url: str, code: str) -> None:
     assert code_of(refused) == code
 
 
-def test_http_waits_no_longer_than_it_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, agent("http_client") as worker:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
-        with pytest.raises(DsecError, match=r"within 0\.05 s") as refused:
-            worker.get_tool("http_client").get(url, timeout_s=0.05)
-    assert code_of(refused) == "timeout"
-    assert refused.value.retryable
+@contextlib.contextmanager
+def slow_server(head: bytes) -> Iterator[str]:
+    """Yield the address of a server that sends a head at once, and then a byte now and then."""
+    over = threading.Event()
+
+    def serve() -> None:
+        peer, _ = listener.accept()
+        with peer, contextlib.suppress(OSError):
+            peer.sendall(head)
+            while not over.wait(0.02):
+                peer.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            over.set()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"", b"HTTP/1.1 200 OK\r\nX-Slow: ", b"HTTP/1.1 200 OK\r\n\r\n"],
+    ids=["status", "header", "body"],
+)
+def test_http_waits_no_longer_than_it_is_told_for_all_of_an_answer(head: bytes) -> None:
+    with slow_server(head) as url, agent("http_client") as worker:
+        with pytest.raises(DsecError, match=r"within 0\.3 s") as refused:
+            worker.get_tool("http_client").get(url, timeout_s=0.3)
+        assert code_of(refused) == "timeout"
+        assert refused.value.retryable
 
 
 # --- llm ---
@@ -372,6 +399,18 @@ def test_a_model_that_does_not_answer_is_a_typed_error(
     assert result.status == code
     assert result.error is not None
     assert (result.error.retry_after_s == 7) is (code == "exhausted")
+
+
+def test_a_model_that_writes_too_slowly_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [{"delta": {"content": "sun"}}]}\n\n'
+    with slow_server(head) as url, agent("llm", **MODEL) as worker:
+        monkeypatch.setenv("OPENAI_BASE_URL", url)
+        stream = worker.get_tool("llm").stream("hi", timeout_s=0.3)
+        assert next(stream) == "sun"
+        with pytest.raises(DsecError) as refused:
+            next(stream)
+        assert code_of(refused) == "timeout"
+        assert worker.calls[-1].status == "timeout"
 
 
 def test_without_a_server_or_a_model_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import email.message
 import http.client
 import json
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Final, Protocol, cast
 
+from dsec.tools.deadlines import Deadline
 from dsec.tools.tool import Tool, tool_call
 from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
 
@@ -152,7 +152,7 @@ class HttpClient(Tool):
     ) -> Response:
         self.note(url=shown(url), method=method)
         with opened(method, url, headers or {}, body, timeout_s) as answer:
-            content = b"".join(pieces(answer, time.monotonic() + timeout_s))
+            content = whole(answer)
             self.note(status=str(answer.status), bytes=str(len(content)))
             return Response(
                 status_code=answer.status, headers=answer.headers, content=content, url=answer.url
@@ -173,7 +173,10 @@ def opened(
     where = shown(url)
     try:
         request = urllib.request.Request(url, body, dict(headers), method=method)  # noqa: S310  checked
-        with contextlib.closing(_answer(request, timeout_s)) as answer:
+        with (
+            Deadline(timeout_s) as deadline,
+            contextlib.closing(_answer(request, timeout_s, deadline)) as answer,
+        ):
             yield cast("Body", answer)
     except TimeoutError as error:
         raise _late(where, timeout_s) from error
@@ -187,26 +190,24 @@ def opened(
         raise unavailable(f"{where} broke off: {type(error).__name__}: {error}") from error
 
 
-def pieces(answer: Body, deadline: float, limit_bytes: int = BODY_MAX_BYTES) -> Iterator[bytes]:
-    """Yield a body as it comes; ``deadline`` is monotonic time.
+def whole(answer: Body, limit_bytes: int = BODY_MAX_BYTES) -> bytes:
+    """Return a body, to be called while it is open.
 
     Raises:
-        DsecError: ``timeout`` at the deadline; ``exhausted`` when it is longer than the limit.
+        DsecError: ``exhausted`` when it is longer than the limit.
     """
-    count = 0
+    body = bytearray()
     while piece := answer.read1(_PIECE_BYTES):
-        count += len(piece)
-        if count > limit_bytes:
+        body += piece
+        if len(body) > limit_bytes:
             raise DsecError(
                 ErrorCode.EXHAUSTED,
                 f"the answer of {shown(answer.url)} is longer than {limit_bytes} bytes",
                 retryable=False,
             )
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        yield piece
     if answer.length:
         raise http.client.IncompleteRead(b"", answer.length)
+    return bytes(body)
 
 
 def shown(url: str) -> str:
@@ -250,12 +251,13 @@ class _AnyStatus(urllib.request.HTTPErrorProcessor):
     https_response = http_response
 
 
-def _answer(request: urllib.request.Request, timeout_s: float) -> http.client.HTTPResponse:
+def _answer(
+    request: urllib.request.Request, timeout_s: float, deadline: Deadline
+) -> http.client.HTTPResponse:
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler(),
-        urllib.request.HTTPHandler(),
-        urllib.request.HTTPSHandler(),
+        *deadline.handlers(),
         _Redirects(),
         _AnyStatus(),
     ):

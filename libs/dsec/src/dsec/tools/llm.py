@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dsec.tools.http import Body, opened, pieces
+from dsec.tools.http import Body, opened, whole
 from dsec.tools.tool import Tool, tool_call
 from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
 
@@ -149,7 +148,7 @@ class Llm(Tool):
         asked = self._asked(prompt, max_tokens, temperature, model, system)
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
         with self._opened(asked, timeout_s) as answer:
-            for event in _events(answer, time.monotonic() + timeout_s):
+            for event in _events(answer):
                 self._count(event.get("usage"))
                 for choice in event.get("choices") or ():
                     if choice.get("finish_reason"):
@@ -186,9 +185,8 @@ class Llm(Tool):
         return {name: value for name, value in asked.items() if value is not None}
 
     def _complete(self, asked: Mapping[str, Any], timeout_s: float) -> Completion:
-        deadline = time.monotonic() + timeout_s
         with self._opened(asked, timeout_s) as answer:
-            body = b"".join(pieces(answer, deadline))
+            body = whole(answer)
         try:
             told = json.loads(body)
             usage, choice = told.get("usage"), told["choices"][0]
@@ -230,7 +228,7 @@ class Llm(Tool):
         url = f"{self._base_url}/chat/completions"
         with opened("POST", url, headers, body, timeout_s) as answer:
             if answer.status != _OK:
-                raise _refusal(self._base_url, answer, timeout_s)
+                raise _refusal(self._base_url, answer)
             yield answer
 
     def _count(self, usage: Mapping[str, Any] | None) -> None:
@@ -250,15 +248,13 @@ def _logprob(one: Mapping[str, Any]) -> TokenLogprob:
     return TokenLogprob(str(one["token"]), float(one["logprob"]), top)
 
 
-def _events(answer: Body, deadline: float) -> Iterator[dict[str, Any]]:
+def _events(answer: Body) -> Iterator[dict[str, Any]]:
     """Yield the events of a stream until it says that it is over.
 
     Raises:
         DsecError: ``unavailable`` when it ends before that, or says that something failed.
     """
     while line := answer.readline(_LINE_MAX_BYTES):
-        if time.monotonic() > deadline:
-            raise TimeoutError
         name, _, value = line.decode("utf-8", "replace").strip().partition(":")
         if name != "data":
             continue
@@ -275,8 +271,8 @@ def _events(answer: Body, deadline: float) -> Iterator[dict[str, Any]]:
     raise unavailable("the model's server ended its answer before it was whole")
 
 
-def _refusal(base_url: str, answer: Body, timeout_s: float) -> DsecError:
-    body = b"".join(pieces(answer, time.monotonic() + timeout_s, _LINE_MAX_BYTES))
+def _refusal(base_url: str, answer: Body) -> DsecError:
+    body = whole(answer)
     code = _CODE_OF_STATUS.get(answer.status)
     if code is None:
         code = ErrorCode.UNAVAILABLE if answer.status >= _SERVER_ERROR else ErrorCode.INVALID

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import platform
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Final
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from dsec.pack.cache import Cache
+from dsec.pack.cache import Cache, write_whole
 from dsec.pack.container import UNPACKED_MAX_BYTES, Entry, entry_of, write_container
 from dsec.pack.environment import Environment, Installed, is_native, parse_requirement, walk_module
 from dsec.pack.errors import refused
@@ -39,6 +37,7 @@ from dsec.pack.manifest import (
     Target,
 )
 from dsec.pack.package import Package, read_package
+from dsec.pack.paths import check_path
 from dsec.pack.project import Project, open_project
 from dsec.pack.signing import SigningKey
 from dsec.pack.tracing import traced_imports
@@ -148,20 +147,7 @@ def write_package(built: Built, path: Path) -> None:
         DsecError: ``invalid`` when it cannot be written.
     """
     try:
-        descriptor, name = tempfile.mkstemp(prefix=".dsec-pack-", dir=path.parent)
-        scratch = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(built.data)
-                file.flush()
-                os.fsync(descriptor)
-            mask = os.umask(0)
-            os.umask(mask)
-            scratch.chmod(0o666 & ~mask)
-            scratch.replace(path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
+        write_whole(path, built.data)
     except OSError as error:
         raise invalid(f"{path} cannot be written: {error.strerror}") from None
 
@@ -276,6 +262,7 @@ def _packed(
             raise _too_large(total, UNPACKED_MAX_BYTES, sources, sizes, "unpacked ")
         entries, files = [], []
         for one in (_Source(CONTRACT, project.contract, CONTRACT), *sources):
+            check_path(one.path)
             content = one.file.read_bytes()
             mode = one.file.stat().st_mode
             sha256 = hashlib.sha256(content).hexdigest()

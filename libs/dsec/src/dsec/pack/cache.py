@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ CACHE_MAX_BYTES: Final = 1024 * 1024 * 1024
 TREES_MAX: Final = 32
 """So many fetched sets of distributions are kept, likewise."""
 
+#: To look at all of it takes longer than a build that finds everything there.
+_TRIM_EVERY_S: Final = 86_400
 _RAW: Final = -15
 
 
@@ -45,7 +48,7 @@ class Cache:
         packed = deflated(content)
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, packed)
+            write_whole(path, packed, durable=False)
         return packed
 
     def tree(self, key: str) -> Path:
@@ -74,7 +77,13 @@ class Cache:
         return path
 
     def trim(self) -> None:
-        """Delete what has not been used for longest, down to what may be kept."""
+        """Delete what has not been used for longest, down to what may be kept; once a day."""
+        marker = self._directory / "trimmed"
+        with contextlib.suppress(OSError):
+            if time.time() < marker.stat().st_mtime + _TRIM_EVERY_S:
+                return
+        with contextlib.suppress(OSError):
+            marker.touch()
         trees = sorted(
             (self._directory / "fetched").glob("*"), key=lambda path: path.stat().st_mtime
         )
@@ -114,13 +123,23 @@ def _is_packed(packed: bytes, content: bytes) -> bool:
         return False
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Write a file that is there whole or not at all, with the mode that a new file has.
+
+    Without ``durable`` it may be cut off after a power failure.
+    """
     descriptor, name = tempfile.mkstemp(prefix=".", dir=path.parent)
     scratch = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-        scratch.rename(path)
+            file.flush()
+            if durable:
+                os.fsync(descriptor)
+        mask = os.umask(0)
+        os.umask(mask)
+        scratch.chmod(0o666 & ~mask)
+        scratch.replace(path)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise

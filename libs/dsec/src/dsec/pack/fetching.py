@@ -18,7 +18,7 @@ import msgspec
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from dsec.pack.cache import Cache
+from dsec.pack.cache import Cache, write_whole
 from dsec.pack.environment import Environment, holds_here, parse_requirement
 from dsec.pack.manifest import Target
 from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
@@ -114,7 +114,10 @@ def fetched(
             # The pins are of what was asked for before: it may exclude what is asked for now.
             report = _pip(scratch, *wanted)
         text = _lock_text(wanted, report)
-        lock.write_text(text, encoding="utf-8")
+        try:
+            write_whole(lock, text.encode())
+        except OSError as error:
+            raise invalid(f"{lock} cannot be written: {error.strerror}") from None
         return cache.keep_tree(scratch / "site", _key(text))
 
 

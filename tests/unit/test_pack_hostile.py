@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dsec.cli.pack import app
+from dsec.pack import registering
 from dsec.pack.container import (
     ENTRIES_MAX,
     UNPACKED_MAX_BYTES,
@@ -23,7 +24,7 @@ from dsec.pack.container import (
     entry_of,
     write_container,
 )
-from dsec.pack.manifest import CODE, MANIFEST, SIGNATURE
+from dsec.pack.manifest import CODE, CONTRACT, MANIFEST, SIGNATURE
 from dsec.pack.package import read_package
 from dsec.pack.signing import SigningKey, write_new_key
 from dsec_common.errors import DsecError, ErrorCode
@@ -299,3 +300,21 @@ def _refused_or(data: bytes, same: bytes | None) -> None:
         return
     assert same is not None
     assert list(package.contents()) == list(read_package(same).contents())
+
+
+@pytest.mark.parametrize(
+    ("contract", "said"),
+    [
+        (b"name: other\nversion: '1.0'\n", "its contract of other 1.0"),
+        (b"name: tester\nversion: '1.1'\n", "its contract of tester 1.1"),
+        (b"name: tester\nverzion: '1.0'\n", "verzion"),
+        (b"\xff", "is no text"),
+    ],
+)
+def test_a_package_whose_contract_is_anothers_is_not_registered(
+    contract: bytes, said: str, tmp_path: Path
+) -> None:
+    package = read_package(package_of(package_files() | {CONTRACT: contract}))
+    with pytest.raises(DsecError, match=said) as refused:
+        registering._contract_in(package, tmp_path / "x.dsec")
+    assert refused.value.code is ErrorCode.INVALID

@@ -150,11 +150,17 @@ def test_a_dependency_that_no_clock_can_have_is_refused(
 ) -> None:
     space = database.namespace("a")
     ahead = version_at(int(clock.now() * 1000) + 3_601_000)
-    for version, code in ((-1, ErrorCode.INVALID), (ahead, ErrorCode.CONFLICT)):
+    milliseconds = int(clock.now() * 1000)
+    for version, code in (
+        (-1, ErrorCode.INVALID),
+        (milliseconds, ErrorCode.INVALID),
+        (ahead, ErrorCode.CONFLICT),
+    ):
         with pytest.raises(DsecError) as refused:
             space.put("k", b"", dependencies={"other": version})
         assert refused.value.code is code
     assert (space.version, space.get("k")) == (0, None)
+    assert space.put("k", b"", dependencies={"new": 0})
 
 
 @pytest.mark.parametrize("orderly", [True, False])

@@ -8,17 +8,20 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dsec_common.statedb import Namespace, StateDB
+from dsec_common.statedb import Namespace, StateDB, compaction
 from dsec_common.testing.clock import FakeClock
 
 #: Names and keys that an encoding could take for parts of each other.
 NAMES = ("run", "run\x01", "r")
 KEYS = ("k", "k\x01", "kk", "k/1", "ü", "\U0001f600", "\x01")
+
+CHANGES = ("put", "put", "delete", "snapshot", "roll back", "roll back", "release")
 
 names = st.sampled_from(NAMES)
 keys = st.sampled_from(KEYS)
@@ -48,6 +51,9 @@ class Stored(RuleBasedStateMachine):
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # nothing waits for a disk
         self.directory = Path(tempfile.mkdtemp(prefix="statedb-", dir=memory))
         self.clock = FakeClock()
+        # So that something happens in the middle of a pass.
+        self.short_steps = mock.patch.object(compaction, "_STEP", 2)
+        self.short_steps.start()
         self.expected = {name: Expected() for name in NAMES}
         self.open()
 
@@ -117,18 +123,27 @@ class Stored(RuleBasedStateMachine):
     def compact(self, name: str) -> None:
         asyncio.run(self.database.compact(name))
 
-    @rule(name=names, key=keys, value=values)
-    def write_while_compacting(self, name: str, key: str, value: bytes) -> None:
-        space = self.space(name)
-
+    @rule(data=st.data(), changes=st.lists(st.sampled_from(CHANGES), min_size=1, max_size=6))
+    def change_while_compacting(self, data: st.DataObject, changes: list[str]) -> None:
         async def both() -> None:
-            compacting = asyncio.create_task(self.database.compact(name))
-            await asyncio.sleep(0)
-            self.given(name, space.put(key, value))
+            compacting = asyncio.create_task(self.database.compact())
+            for change in changes:
+                for _ in range(data.draw(st.integers(1, 4))):
+                    await asyncio.sleep(0)
+                self.change(change, data)
             await compacting
 
         asyncio.run(both())
-        self.expected[name].state[key] = value, 0
+
+    def change(self, what: str, data: st.DataObject) -> None:
+        if what == "put":
+            self.put(data.draw(names), data.draw(keys), data.draw(values), 0.0)
+        elif what == "delete":
+            self.delete(data.draw(names), data.draw(keys))
+        elif what == "snapshot":
+            self.snapshot(data.draw(names))
+        elif any(it.held for it in self.expected.values()):
+            (self.roll_back if what == "roll back" else self.release)(data)
 
     @rule()
     def flush(self) -> None:
@@ -201,6 +216,7 @@ class Stored(RuleBasedStateMachine):
         assert asyncio.run(self.database.verify()) == 0
         asyncio.run(self.database.close())
         shutil.rmtree(self.directory)
+        self.short_steps.stop()
 
 
 Stored.TestCase.settings = settings(

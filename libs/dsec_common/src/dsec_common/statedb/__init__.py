@@ -8,7 +8,7 @@ from dsec_common.statedb.hot_keys import HotKey
 from dsec_common.statedb.namespace import Namespace
 from dsec_common.statedb.prefixes import KeyPrefix, shard_of
 from dsec_common.statedb.reading import Difference, DiffPage, Entry, Page
-from dsec_common.statedb.versions import version_ms
+from dsec_common.statedb.versions import version_at, version_ms
 
 __all__ = [
     "Changes",
@@ -24,5 +24,6 @@ __all__ = [
     "repair",
     "restore",
     "shard_of",
+    "version_at",
     "version_ms",
 ]

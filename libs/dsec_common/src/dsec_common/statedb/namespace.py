@@ -9,6 +9,7 @@ from typing import Final, cast
 
 from rocksdict import WriteBatch
 
+from dsec_common.compute.consistency import CLOCK_TOLERANCE_MS
 from dsec_common.errors import DsecError, ErrorCode, invalid, not_found
 from dsec_common.statedb.changes import Changes, add_changes, too_much
 from dsec_common.statedb.compaction import Compacted, Pass
@@ -38,7 +39,7 @@ from dsec_common.statedb.reading import PAGE_KEYS_MAX, DiffPage, Entry, Page, Re
 from dsec_common.statedb.versions import version_at, version_ms, version_required
 
 SNAPSHOTS_MAX: Final = 10_000
-_RESERVED: Final = version_at(1000)
+_RESERVED: Final = version_at(CLOCK_TOLERANCE_MS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,10 @@ class Namespace:
 
     @property
     def version(self) -> int:
-        """The newest version that was given out; 0 before the first."""
+        """The newest version that was given out; 0 before the first.
+
+        After a kill it may be up to 50 ms more, by which no later one is less.
+        """
         return self._last
 
     @property

@@ -23,11 +23,15 @@ def shard_of(key: str, shards: int) -> int:
     It is the CRC-32 (of zlib) of the key's UTF-8, modulo the number of shards.
 
     Raises:
-        DsecError: ``invalid`` for a number of shards outside 1 to :data:`SHARDS_MAX`.
+        DsecError: ``invalid`` for a number of shards outside 1 to :data:`SHARDS_MAX`, and
+            for a key that is no UTF-8.
     """
     if not 1 <= shards <= SHARDS_MAX:
         raise invalid(f"there are 1 to {SHARDS_MAX} shards, not {shards}")
-    return zlib.crc32(key.encode()) % shards
+    try:
+        return zlib.crc32(key.encode()) % shards
+    except UnicodeEncodeError as error:
+        raise invalid(f"{key!r} is not text that UTF-8 can write") from error
 
 
 class KeyPrefix:

@@ -14,6 +14,9 @@ from dsec_common.compute.consistency import required_version_ms
 from dsec_common.errors import DsecError, ErrorCode, invalid
 
 _COUNTER_BITS: Final = 16
+_EARLIEST: Final = 10**12 << _COUNTER_BITS
+"""Of 2001: what is less is no version, but perhaps a time."""
+
 DEPENDENCY_AHEAD_MAX_S: Final = 3600.0
 """How far ahead of the clock a version may be that something depends on."""
 
@@ -38,8 +41,10 @@ def version_required(dependencies: Mapping[str, int], clock_tolerance_ms: int, n
     """
     latest_ms = now_ms + int(DEPENDENCY_AHEAD_MAX_S * 1000)
     for name, version in dependencies.items():
-        if version < 0:
-            raise invalid(f"{version} of {name!r} is no version: it is negative")
+        if version < 0 or 0 < version < _EARLIEST:
+            raise invalid(
+                f"{version} of {name!r} is no version; version_at makes one of milliseconds"
+            )
         if version_ms(version) > latest_ms:
             raise DsecError(
                 ErrorCode.CONFLICT,

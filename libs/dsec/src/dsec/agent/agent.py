@@ -9,6 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, overload
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from dsec.tools.sql import Sql
 
 CONTRACT_VARIABLE: Final = "DSEC_AGENT_CONTRACT"
-CALLS_KEPT: Final = 1000
+CALLS_KEPT: Final = 100
 
 
 class Agent(abc.ABC):
@@ -108,7 +109,7 @@ class Agent(abc.ABC):
 
     @property
     def calls(self) -> Sequence[ToolResult]:
-        """The last thousand tool calls, refused ones too, the oldest first."""
+        """The last hundred tool calls, refused ones too, the oldest first; without their values."""
         return tuple(self._calls)
 
     # --- Tools --------------------------------------------------------------------------------
@@ -165,15 +166,7 @@ class Agent(abc.ABC):
             return made or ToolResult(call=call, status=error.code.value, error=error)
         made = self._last.result
         assert made is not None  # noqa: S101  a call that returned was told of
-        return ToolResult(
-            call=call,
-            status=made.status,
-            latency_ms=made.latency_ms,
-            value=value,
-            tokens_in=made.tokens_in,
-            tokens_out=made.tokens_out,
-            notes=made.notes,
-        )
+        return replace(made, value=value)
 
     def close(self) -> None:
         """Close tools and connections. Idempotent."""

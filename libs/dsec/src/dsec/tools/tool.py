@@ -38,7 +38,8 @@ class Desk:
         Args:
             name: the tool's name in the contract.
             allowance: what the contract allows it; None when the contract does not name it.
-            tell: takes each call when it is over, refused ones too.
+            tell: takes each call when it is over, refused ones too; without what it returned, which
+                may be large.
             environment: settings, as environment variables.
         """
         self.name = name
@@ -100,24 +101,23 @@ class _Running:
         try:
             yield
         except DsecError as error:
-            self.over(error=error)
+            self.over(error)
             raise
         except Exception as error:
             failed = DsecError(
                 ErrorCode.INTERNAL, f"{self._call.action}: {type(error).__name__}: {error}"
             )
-            self.over(error=failed)
+            self.over(failed)
             raise failed from error
         finally:
             _here.running = before
 
-    def over(self, *, value: Any = None, error: DsecError | None = None) -> None:
+    def over(self, error: DsecError | None = None) -> None:
         self._tool.desk.over(
             ToolResult(
                 call=self._call,
                 status=self.status if error is None else error.code.value,
                 latency_ms=1000 * (time.monotonic() - self._began),
-                value=value,
                 error=error,
                 tokens_in=self.tokens_in,
                 tokens_out=self.tokens_out,
@@ -186,7 +186,7 @@ def tool_call(
             running = begun(tool, args, kwargs)
             with running.at_work():
                 value = method(tool, *args, **kwargs)
-            running.over(value=value)
+            running.over()
             return value
 
         @functools.wraps(method)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ from dsec_common.wire.rollout import (
     StageAccepted,
     StageBatch,
     StageReport,
+    StepRollout,
 )
 
 T = TypeVar("T")
@@ -128,6 +130,36 @@ class Agent:
             )
             if state.ready:
                 return state
+
+    async def step(self, seq: int, payload: Any = None, *, wait_s: float = 1.0) -> FeedbackState:
+        """Report and return the feedback once it is there."""
+        while True:
+            state = await keep_asking(
+                lambda: self.bus.request(
+                    self._subject("step"),
+                    StepRollout(
+                        seq=seq,
+                        stage="stage",
+                        payload=payload,
+                        sandbox_id="node-1.a",
+                        wait_s=wait_s,
+                    ),
+                    FeedbackState,
+                    timeout_s=wait_s + 0.5,
+                )
+            )
+            if state.ready:
+                return state
+
+    async def step_until_done(self, first: int = 1) -> list[Any]:
+        """Step until the trainer says that it is done; return what it answered."""
+        answers = []
+        for seq in itertools.count(first):
+            state = await self.step(seq, {"step": seq})
+            answers.append(state.payload)
+            if state.done:
+                return answers
+        raise AssertionError
 
     async def step_all(self, count: int) -> None:
         """Report ``count`` times and check each feedback."""

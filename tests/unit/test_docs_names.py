@@ -41,6 +41,8 @@ SYSTEM_SUBJECTS = (
         for verb in (*subjects.ROLLOUT_SYSTEM_VERBS, "open")
     ),
     subjects.rollout_journal("any"),
+    *(subjects.group_system("any", "any", verb) for verb in ("take", "open")),
+    subjects.shard_taken("any"),
     subjects.instance_report("any"),
     subjects.agent_event("any", "any", "rolled_back"),
     *(

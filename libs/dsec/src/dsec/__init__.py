@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dsec.pools import FunctionResult, Pools
     from dsec.process import Process
     from dsec.results import CommandFailed, ExecResult
+    from dsec.rollout_groups import Reply, RolloutGroup, Step
     from dsec.rollouts import Rollout, Stage
     from dsec.sandbox import Sandbox
     from dsec.session import Session
@@ -71,7 +72,9 @@ __all__ = [
     "Pools",
     "PortStream",
     "Process",
+    "Reply",
     "Rollout",
+    "RolloutGroup",
     "Sandbox",
     "SandboxInfo",
     "SandboxState",
@@ -81,6 +84,7 @@ __all__ = [
     "SnapshotInfo",
     "Snapshots",
     "Stage",
+    "Step",
     "ToolCall",
     "ToolResult",
     "Tunnel",
@@ -123,7 +127,9 @@ _HOME_OF: Final = {
     "Pools": "dsec.pools",
     "PortStream": "dsec.network",
     "Process": "dsec.process",
+    "Reply": "dsec.rollout_groups",
     "Rollout": "dsec.rollouts",
+    "RolloutGroup": "dsec.rollout_groups",
     "Sandbox": "dsec.sandbox",
     "SandboxInfo": "dsec_common.wire.sandbox",
     "Session": "dsec.session",
@@ -132,6 +138,7 @@ _HOME_OF: Final = {
     "Snapshots": "dsec.snapshots",
     "SandboxState": "dsec_common.wire.sandbox",
     "Stage": "dsec.rollouts",
+    "Step": "dsec.rollout_groups",
     "ToolCall": "dsec.agent",
     "ToolResult": "dsec.agent",
     "Tunnel": "dsec.network",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
 
 from dsec.channel import Channel
+from dsec.rollout_groups import RolloutGroup
 from dsec_common import subjects
 from dsec_common.errors import DsecError
 from dsec_common.subjects import ScopedId
@@ -214,6 +215,35 @@ class Rollouts:
             attempts_max=_ATTEMPTS,
         )
         return Rollout(self._channel, reply.rollout_id)
+
+    def group(
+        self,
+        name: str,
+        tasks: Iterable[Any],
+        *,
+        labels: Mapping[str, str] | None = None,
+        window: int = 4096,
+        patience_s: float = 120.0,
+    ) -> RolloutGroup:
+        """Return a group of rollouts, one for each task; nothing is asked before it is entered.
+
+        Args:
+            name: the group's, and so this trainer's: the same name and place in the list is the
+                same rollout, and the newest trainer of a name is the only one.
+            tasks: any JSON value each, at most 256 KiB.
+            labels: the caller's own, of each rollout.
+            window: how many steps without an answer are held here; beyond it agents wait.
+            patience_s: how long Chronus may be away before the stream of steps ends with the error.
+        """
+        return RolloutGroup(
+            self._channel,
+            name,
+            tasks,
+            self.get,
+            labels=labels or {},
+            window=window,
+            patience_s=patience_s,
+        )
 
     def get(self, rollout_id: str) -> Rollout:
         """Return the handle of a rollout by its id; nothing is asked."""

@@ -191,6 +191,8 @@ class Drafts:
             rollout_id = self._id(answer.local)
             draft = self._draft(answer.local)
             try:
+                if answer.refusal is not None:
+                    raise answer.refusal
                 if draft is None or not _belongs(draft.rollout, asked):
                     raise rollout_unknown(rollout_id)
                 record, reply = draft.answer(answer, asked.at, rollout_id)

@@ -104,13 +104,17 @@ class GroupOpenAsked(Asked, frozen=True, kw_only=True):
 
 
 class AnswerGiven(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one step of a group; ``payload`` is JSON. ``done`` ends the rollout."""
+    """The answer to one step of a group; ``payload`` is JSON. ``done`` ends the rollout.
+
+    One with a ``refusal`` cannot be given, whatever the state of its rollout.
+    """
 
     local: str
     seq: int
     payload: bytes
     reward: float | None
     done: bool
+    refusal: DsecError | None = None
 
 
 class AnswersAsked(Asked, frozen=True, kw_only=True):
@@ -171,7 +175,7 @@ class ShardLost(msgspec.Struct, frozen=True, kw_only=True):
     error: DsecError
 
 
-RolloutChange: TypeAlias = OpenAsked | ReportAsked | FeedbackAsked | CloseAsked
+RolloutChange: TypeAlias = OpenAsked | ReportAsked | StepAsked | FeedbackAsked | CloseAsked
 GroupChange: TypeAlias = GroupTakeAsked | GroupOpenAsked | AnswersAsked
 Change: TypeAlias = RolloutChange | GroupChange
 """What is written to the journal before it is answered."""

@@ -18,6 +18,7 @@ from dsec_chronus.keys import group_local, task_local
 from dsec_chronus.records import pack
 from dsec_common import subjects
 from dsec_common.bus import Request
+from dsec_common.errors import DsecError
 from dsec_common.wire.rollout_group import (
     AnswerSteps,
     GroupTask,
@@ -135,14 +136,20 @@ def _check_bytes(size: int, what: str) -> None:
 
 
 def _given(answer: StepAnswer) -> AnswerGiven:
-    if answer.reward is not None and not math.isfinite(answer.reward):
-        raise bad_reward(answer.reward)
+    payload, refusal = b"", None
+    try:
+        if answer.reward is not None and not math.isfinite(answer.reward):
+            raise bad_reward(answer.reward)
+        payload = pack(answer.payload)
+    except DsecError as error:
+        refusal = error
     return AnswerGiven(
         local=answer.local,
         seq=answer.seq,
-        payload=pack(answer.payload),
+        payload=payload,
         reward=answer.reward,
         done=answer.done,
+        refusal=refusal,
     )
 
 

@@ -282,10 +282,10 @@ class _NotOpen:
         self._error = error
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise self._error
+        raise self._error.with_traceback(None)  # or it would grow with every call
 
     def __setitem__(self, key: bytes, value: bytes) -> NoReturn:
-        raise self._error
+        raise self._error.with_traceback(None)  # or it would grow with every call
 
 
 def cannot_open(directory: Path, error: Exception) -> DsecError:

@@ -380,7 +380,7 @@ class Namespace:
                 batch.delete(self._meta)
             return batch
 
-        if self._commit(build):
+        if (folded or is_gone) and self._commit(build):
             self.lineage.fold(folded)
         if is_gone:
             self._ceiling = 0

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from aiokafka import AIOKafkaConsumer
 from rich.console import Console
 from rich.table import Table
 
 from dsec import BehaviorLog, DSecClient, DsecError
-from dsec.stack.options import StackOptions
-from dsec.stack.supervisor import Supervisor
 from dsec_common.logging import configure_logging
 from dsec_common.topics import BEHAVIOR_LOGS
+from examples.here import platform
 from examples.repair.tasks import ensure_tasks
 from examples.repair.trainer import Outcome, run_rollout
 
@@ -38,28 +35,6 @@ TABLE_WIDTH = 120
 def say(text: str) -> None:
     """Print one line of progress."""
     console.print(f"[bold]·[/] {text}")
-
-
-@contextlib.asynccontextmanager
-async def platform(directory: Path) -> AsyncIterator[Supervisor]:
-    """Run NATS, Kafka and all five services as child processes; nothing is left afterwards."""
-
-    async def report(what: str, facts: Mapping[str, Any]) -> None:
-        if what in {"service_ended", "service_start_failed"}:
-            say(f"[red]{what}[/] {facts}")
-
-    options = StackOptions(
-        directory=directory / "platform",
-        nats_port=0,
-        node_prefix="demo",
-        layers_directory=directory / "layers",
-    )
-    supervisor = Supervisor(options, report)
-    try:
-        await supervisor.start()
-        yield supervisor
-    finally:
-        await supervisor.stop()
 
 
 class LogReader:
@@ -133,7 +108,7 @@ async def demo(options: argparse.Namespace) -> int:
     """Run the whole story and return the exit code."""
     directory: Path = options.directory
     started = time.monotonic()
-    async with platform(directory) as supervisor:
+    async with platform(directory, "demo", say) as supervisor:
         context = supervisor.context
         if context is None:
             raise RuntimeError("the platform runs and says no addresses")

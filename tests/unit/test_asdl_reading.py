@@ -315,12 +315,45 @@ def test_an_error_tells_of_all_problems_and_where_the_first_is() -> None:
         "state_key_prefix: {" + "a" * 130_000,
         "\x00",
         "name: \ud800",
+        "%YAML 1." + "1" * 5000 + "\n---\nname: a",
     ],
 )
 def test_what_is_built_to_be_large_is_refused_before_it_is_read_whole(text: str) -> None:
     problems = read_text(text).problems
     assert 1 <= len(problems) <= PROBLEMS_MAX
     assert all(len(one.message) < 400 for one in problems)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (r'description: "\U00110000"', "a.yaml:3:17: this is not YAML: there is no character"),
+        (r'description: "\UFFFFFFFF"', "there is no character"),
+        (r'description: "\ud800"', "a.yaml:3:14: it holds NUL or half a character"),
+        (r'command: ["a\0b"]', "a.yaml:3:11: it holds NUL"),
+        (r'input: {"\udfff": 1}', "half a character"),
+        (f"input: {{maximum: {2**64}}}", "at most 64 bits"),
+    ],
+)
+def test_what_could_not_be_passed_on_is_no_part_of_a_contract(line: str, said: str) -> None:
+    assert any(said in one for one in told(line + "\n")), told(line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"input": {"maximum": 10**5000}}, "at most 64 bits"),
+        ({"resources": {"memory_mb": 10**5000}}, "at most 64 bits"),
+        ({10**5000: 1}, "a name is text"),
+        ({"description": "\ud800"}, "half a character"),
+        ({"\ud800": 1}, "a name is no text"),
+        ({"command": ["a\0b"]}, "NUL"),
+    ],
+)
+def test_values_that_could_not_be_passed_on_are_refused_as_well(part: Any, said: str) -> None:
+    read = read_value({"name": "a", "version": "1", **part})
+    assert any(said in one.message for one in read.problems), read.problems
+    msgspec.msgpack.encode([one.told("a") for one in read.problems])
 
 
 def test_plain_values_are_bounded_as_files_are() -> None:

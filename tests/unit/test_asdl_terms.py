@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts_shown import PDF_ANALYZER, WEATHER_FORECASTER
@@ -150,6 +150,7 @@ def test_a_request_for_more_is_denied_with_its_field(
     assert caught.value.details["field"] == field
 
 
+@settings(deadline=None)
 @given(
     most_mb=st.integers(4, 4096),
     asked=st.builds(

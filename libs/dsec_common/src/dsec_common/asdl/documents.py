@@ -40,6 +40,13 @@ FLOAT: Final = "tag:yaml.org,2002:float"
 BOOL: Final = "tag:yaml.org,2002:bool"
 NULL: Final = "tag:yaml.org,2002:null"
 
+INTEGERS: Final = range(-(2**63), 2**64)
+"""The whole numbers that every part of the platform can pass on."""
+
+TOO_LARGE: Final = "a whole number has at most 64 bits: put text in quotes"
+"""What is said of one that is not among :data:`INTEGERS`."""
+
+_NO_TEXT: Final = "it holds NUL or half a character, which no program can be given: leave it out"
 _TEMPLATE: Final = re.compile(r"(?:\{\w+\}[^\s#{},\[\]:]*)+(?=\s|$)")
 
 
@@ -117,9 +124,19 @@ class _Loader(_TemplateScanner, Parser, Composer, Resolver):
                 problem=f"it is nested deeper than {DEPTH_MAX}: make it simpler", problem_mark=mark
             )
         try:
-            return super().compose_node(parent, index)
+            node = super().compose_node(parent, index)
         finally:
             self._depth -= 1
+        if isinstance(node, ScalarNode) and not _is_text(node.value):  # by an escape such as \0
+            raise _RefusedError(problem=_NO_TEXT, problem_mark=mark)
+        return node
+
+
+def _is_text(value: str) -> bool:
+    try:
+        return b"\0" not in value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def node_of_text(text: str, findings: Findings) -> Node | None:
@@ -139,6 +156,11 @@ def node_of_text(text: str, findings: Findings) -> Node | None:
     except yaml.YAMLError as error:
         findings.add(None, (), f"this is not YAML: {' '.join(str(error).split())}")
         return None
+    except (ValueError, OverflowError):
+        # PyYAML takes any digits for a character's code, or for the version of YAML.
+        what = "this is not YAML: there is no character, or no version of YAML, of this number"
+        findings.add(loader.get_mark(), (), what)
+        return None
     return root if root is not None else MappingNode("", [])
 
 
@@ -155,18 +177,41 @@ def node_of_value(value: Any, findings: Findings) -> Node | None:
             return None
         if isinstance(value, dict):
             table = [
-                (ScalarNode(STR if isinstance(name, str) else INT, str(name)), node)
+                (key, node)
                 for name, part in value.items()
-                if left >= 0 and (node := node_of(part, (*path, str(name)))) is not None
+                if left >= 0
+                and (key := _name_of(name, path, findings)) is not None
+                and (node := node_of(part, (*path, key.value))) is not None
             ]
             return MappingNode("", table)
         if isinstance(value, list | tuple):
             parts = (node_of(part, (*path, at)) for at, part in enumerate(value) if left >= 0)
             return SequenceNode("", [part for part in parts if part is not None])
-        for kind, tag in ((bool, BOOL), (int, INT), (float, FLOAT), (str, STR), (type(None), NULL)):
-            if isinstance(value, kind):
-                return ScalarNode(tag, str(value))
-        findings.add(None, path, f"a {type(value).__name__} is no part of a contract")
-        return None
+        return _scalar_of(value, path, findings)
 
     return node_of(value, ())
+
+
+def _name_of(name: Any, path: Path, findings: Findings) -> ScalarNode | None:
+    if not isinstance(name, str):  # whoever reads the table says that a name is text
+        return ScalarNode(INT, str(name) if name in INTEGERS else type(name).__name__)
+    if _is_text(name):
+        return ScalarNode(STR, name)
+    findings.add(None, path, f"a name is no text: {_NO_TEXT}")
+    return None
+
+
+def _scalar_of(value: Any, path: Path, findings: Findings) -> ScalarNode | None:
+    why = f"a {type(value).__name__} is no part of a contract"
+    for kind, tag in ((bool, BOOL), (int, INT), (float, FLOAT), (str, STR), (type(None), NULL)):
+        if not isinstance(value, kind):
+            continue
+        if isinstance(value, str) and not _is_text(value):
+            why = _NO_TEXT
+        elif isinstance(value, int) and value not in INTEGERS:
+            why = TOO_LARGE
+        else:
+            return ScalarNode(tag, str(value))
+        break
+    findings.add(None, path, why)
+    return None

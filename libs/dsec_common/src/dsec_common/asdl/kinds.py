@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from dsec_common.asdl.documents import BOOL, FLOAT, INT, NULL, STR
+from dsec_common.asdl.documents import BOOL, FLOAT, INT, INTEGERS, NULL, STR, TOO_LARGE
 from dsec_common.asdl.problems import Findings, Path, nearest, shown
 from dsec_common.errors import DsecError
 
@@ -310,7 +310,10 @@ class Free(Kind):
                 return reading.wrong(
                     node, path, f"{shown(text)} is no number in decimal: put text in quotes"
                 )
-            return int(text) if _INTEGER.fullmatch(text) else float(text)
+            if not _INTEGER.fullmatch(text):
+                return float(text)
+            whole = int(text)
+            return whole if whole in INTEGERS else reading.wrong(node, path, TOO_LARGE)
         return text
 
     def _shape(self) -> dict[str, Any]:

@@ -215,9 +215,12 @@ async def test_a_callback_of_the_training_loop_is_waited_for(world: World) -> No
         assert await calling == "by hand"
 
 
-async def _raw_call(world: World, *, read: bool, retry: int = 0) -> bytes:
+async def _raw_call(
+    world: World, *, read: bool, retry: int = 0, text: str = "hi", **more: str
+) -> bytes:
     """Call with bytes of our own; hang up at once, or read the answer."""
-    body = msgspec.json.encode({"model": "m", "messages": HI})
+    messages = [{"role": "user", "content": text}]
+    body = msgspec.json.encode({"model": "m", "messages": messages, **more})
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
@@ -478,3 +481,36 @@ async def test_a_request_that_is_too_large_is_refused_unread(world: World) -> No
         with pytest.raises(openai.APIStatusError) as refused:
             await _chat(client, [{"role": "user", "content": "x" * (9 << 20)}])
     assert refused.value.status_code == 413
+
+
+async def test_a_harness_that_hangs_up_on_everything_holds_a_bounded_amount(
+    world: World, server: ScriptedServer
+) -> None:
+    door = world.doors._doors[sandbox_record().local]
+    left = door._budget._left
+    async with HttpEngine(server.url) as engine, world.relay(engine):
+        server.open.clear()
+        for number in range(50):
+            await _raw_call(world, read=False, text=f"call {number} " + "x" * 100_000)
+        await server.until_asked(32)
+        await server.until_abandoned(10)  # what was given up for later ones
+        assert sum(map(len, door.session._calls.values())) <= 32
+        await server.until_abandoned(len(server.asked))
+        server.open.set()
+        assert b"answer" in await _raw_call(world, read=True, text="one that waits")
+    assert not door.session._calls
+    assert door._budget._left == left
+
+
+async def test_calls_that_are_too_many_or_too_large_in_a_second_are_told_to_wait(
+    world: World, server: ScriptedServer
+) -> None:
+    async with HttpEngine(server.url) as engine, world.relay(engine):
+        for number in range(2):
+            filler = f"{number}" + "x" * (7 << 20)
+            assert b" 400 " in await _raw_call(world, read=True, junk=filler)
+        told = await _raw_call(world, read=True, text="and one more")
+    assert b" 429 " in told
+    assert b"calls a second" in told
+    assert b"x-should-retry: true" in told.lower()
+    assert b"retry-after:" in told.lower()

@@ -12,7 +12,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from typing import Final, Self
+from functools import partial
+from typing import Final
 
 import msgspec
 import structlog
@@ -24,9 +25,15 @@ from dsec_common.model_calls import MODEL_BODY_BYTES_MAX
 from dsec_common.model_errors import API_OF_PATH, ModelApi, ModelCallError
 from dsec_common.wire.network import NetworkPolicy
 from dsec_sandboxd.agent_gateway import AgentGateway
-from dsec_sandboxd.agent_limits import ByteBudget
+from dsec_sandboxd.agent_limits import ByteBudget, RequestRate
 from dsec_sandboxd.model_environment import MODEL_PORT
-from dsec_sandboxd.model_session import MODEL_GRACE_S, MODEL_WAIT_MAX_S, ModelSession, PendingCall
+from dsec_sandboxd.model_session import (
+    MODEL_GRACE_S,
+    MODEL_WAIT_MAX_S,
+    ModelSession,
+    PendingCall,
+    Request,
+)
 from dsec_sandboxd.network.namespaces import make_in
 from dsec_sandboxd.ports import SandboxNetworks, Uses
 from dsec_sandboxd.records import SandboxRecord
@@ -36,6 +43,10 @@ _log: Final = structlog.get_logger(__name__)
 MODEL_CONNECTIONS_MAX: Final = 32
 """Connections to the model endpoint of one sandbox at once; further ones wait."""
 
+MODEL_CALLS_PER_S_MAX: Final = 50.0
+"""Calls of one sandbox a second; every 64 KiB of a request count as one more."""
+
+_BURST: Final = 200
 #: Of all sandboxes: each is a descriptor of the daemon.
 _NODE_CONNECTIONS_MAX: Final = 2048
 #: Requests that are being read, of one sandbox and of all.
@@ -219,6 +230,7 @@ class _Door:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._budget = ByteBudget(_BODIES_BYTES, doors.budget)
+        self._rate = RequestRate(MODEL_CALLS_PER_S_MAX, _BURST, self._loop.time())
         # A request whose connection is lost is cancelled, so that it is known to be given up.
         self._server = _Server(self._handle, handler_cancellation=True, access_log=None)
         self._server.on_lost = self._lost
@@ -329,14 +341,13 @@ class _Door:
         if request.method != "POST" or request.path not in API_OF_PATH:
             told = f"there is no {request.method} {request.path[:100]} here"
             raise ModelCallError(404, told, code="not_found")
-        with _Body(self._budget) as body:
-            await body.read(request)
-            call, answer = await self.session.answer(
-                api,
-                bytes(body.data),
-                retried=request.headers.get("x-stainless-retry-count", "0") != "0",
-                idempotency_key=request.headers.get("idempotency-key", "")[:_KEY_CHARACTERS_MAX],
+        if delay_s := self._rate.delay_s(self._loop.time()):
+            told = f"more than {MODEL_CALLS_PER_S_MAX:g} calls a second"
+            raise ModelCallError(
+                429, told, code="too_many_calls", retry=True, retry_after_s=round(delay_s, 1) or 0.1
             )
+        call = self.session.take(await self._read(request, api))
+        answer = await self.session.wait(call, api)
         response = web.Response(
             status=answer.status,
             body=answer.body,
@@ -345,41 +356,40 @@ class _Door:
         )
         return call, response
 
-
-class _Body:
-    """A request's bytes, charged to a budget while they are here."""
-
-    def __init__(self, budget: ByteBudget) -> None:
-        self.data = bytearray()
-        self._budget = budget
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._budget.give(len(self.data))
-
-    async def read(self, request: web.BaseRequest) -> None:
-        """Read all of it.
+    async def _read(self, request: web.BaseRequest, api: ModelApi) -> Request:
+        """Return the request, whose bytes are charged to the budget until they are released.
 
         Raises:
             ModelCallError: it is too large, too slow, or there are too many of them.
         """
+        body = bytearray()
         try:
             async with asyncio.timeout(_BODY_S):
                 async for chunk in request.content.iter_chunked(_CHUNK_BYTES):
-                    self._add(chunk)
-        except TimeoutError:
-            raise ModelCallError(400, f"the request was not whole after {_BODY_S:g} s") from None
+                    self._charge(len(body), len(chunk))
+                    body += chunk
+        except BaseException as error:
+            self._budget.give(len(body))
+            if isinstance(error, TimeoutError):
+                told = f"the request was not whole after {_BODY_S:g} s"
+                raise ModelCallError(400, told) from None
+            raise
+        self._rate.charge(len(body) // _CHUNK_BYTES)
+        return Request(
+            api=api,
+            body=bytes(body),
+            retried=request.headers.get("x-stainless-retry-count", "0") != "0",
+            idempotency_key=request.headers.get("idempotency-key", "")[:_KEY_CHARACTERS_MAX],
+            release=partial(self._budget.give, len(body)),
+        )
 
-    def _add(self, chunk: bytes) -> None:
-        if len(self.data) + len(chunk) > MODEL_BODY_BYTES_MAX:
+    def _charge(self, so_far: int, count: int) -> None:
+        if so_far + count > MODEL_BODY_BYTES_MAX:
             told = f"the request has more than {MODEL_BODY_BYTES_MAX} bytes"
             raise ModelCallError(413, told, code="too_large")
-        if not self._budget.take(len(chunk)):
+        if not self._budget.take(count):
             told = "too many large requests are under way"
-            raise ModelCallError(429, told, retry=True, retry_after_s=1.0)
-        self.data += chunk
+            raise ModelCallError(429, told, code="too_large", retry=True, retry_after_s=1.0)
 
 
 def _api_of_errors(path: str) -> ModelApi:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Final
 
@@ -25,6 +26,7 @@ from dsec_common.model_calls import (
     STAGE_CANCELLED,
     CallAnswer,
     CallCancelled,
+    CallPart,
     parts_of,
     pressed,
     unpressed,
@@ -42,6 +44,10 @@ MODEL_WAIT_MAX_S: Final = 570.0
 MODEL_GRACE_S: Final = 10.0
 """How long a call goes on without anybody who waits for it: its harness may call again."""
 
+MODEL_CALLS_MAX: Final = 32
+"""Calls of one sandbox under way; Chronus lets no more wait on one rollout than twice that."""
+
+_LARGE_BYTES: Final = 128 * 1024
 _REPORT_S: Final = 30.0
 _AWAIT_S: Final = 300.0
 _CANCEL_S: Final = 10.0
@@ -51,14 +57,42 @@ _DELIVERED_KEPT: Final = 4096
 
 
 @dataclass(eq=False, slots=True)
+class Request:
+    """What a harness sent.
+
+    Attributes:
+        api: the interface that was called.
+        body: the request.
+        retried: the client says that it calls again.
+        idempotency_key: of the client's choice: the same one is always the same call.
+        release: called once, when the body is no longer held.
+    """
+
+    api: ModelApi
+    body: bytes
+    retried: bool
+    idempotency_key: str
+    release: Callable[[], None]
+
+
+@dataclass(eq=False, slots=True)
 class PendingCall:
     """A call under way, or answered and not handed over."""
 
     key: str
-    task: asyncio.Task[CallAnswer]
+    request: Request | None
     waiting: int = 0
     seq: int = 0
+    abandoned: bool = False
     given_up: asyncio.TimerHandle | None = None
+    task: asyncio.Task[CallAnswer] = field(init=False)
+
+    def reported(self, seq: int) -> None:
+        """Note the number of its last report, 0 for none; its request is no longer needed."""
+        self.seq = seq
+        if self.request is not None:
+            self.request.release()
+            self.request = None
 
 
 class ModelSession:
@@ -89,34 +123,34 @@ class ModelSession:
         self._delivered: OrderedDict[str, None] = OrderedDict()
         self._spawn = spawn
 
-    async def answer(
-        self, api: ModelApi, body: bytes, *, retried: bool, idempotency_key: str
-    ) -> tuple[PendingCall, CallAnswer]:
-        """Return the answer to a request, and its call for :meth:`delivered`.
-
-        Cancelled, the call goes on for a while; see the module.
-
-        Args:
-            api: the interface that was called.
-            body: the request.
-            retried: the client says that it calls again.
-            idempotency_key: of the client's choice: the same one is always the same call.
+    def take(self, request: Request) -> PendingCall:
+        """Return the call that a request is, begun now or under way already; then :meth:`wait`.
 
         Raises:
-            ModelCallError: why there is none.
+            ModelCallError: 429 when too many are under way.
         """
-        text = b"\0".join((api.encode(), idempotency_key.encode(), body))
-        key = blake2b(text, digest_size=16).hexdigest()
+        key = _key_of(request)
         call = self._orphan(key)
-        if call is None:
+        if call is not None:
+            request.release()
+        else:
+            self._make_room()
             # Somebody waits for the same already: these are two calls.
             lost = key not in self._delivered and key not in self._calls
-            repeat = retried or bool(idempotency_key) or lost
-            call = self._begin(api, body, key, repeat=repeat)
+            repeat = request.retried or bool(request.idempotency_key) or lost
+            call = self._begin(request, key, repeat=repeat)
         call.waiting += 1
         if call.given_up is not None:
             call.given_up.cancel()
             call.given_up = None
+        return call
+
+    async def wait(self, call: PendingCall, api: ModelApi) -> CallAnswer:
+        """Return the answer to a call that was taken; cancelled, it goes on for a while.
+
+        Raises:
+            ModelCallError: why there is none.
+        """
         if self._uses is not None:
             self._uses.began(self._record.local)
         began = self._clock.monotonic()
@@ -130,12 +164,12 @@ class ModelSession:
             raise _refusal(error) from error
         else:
             self._log(api, answer, 1000 * (self._clock.monotonic() - began))
-            return call, answer
+            return answer
         finally:
             if self._uses is not None:
                 self._uses.ended(self._record.local)
             call.waiting -= 1
-            if not call.waiting and call in self._calls.get(key, ()):
+            if not call.waiting and call in self._calls.get(call.key, ()):
                 call.given_up = asyncio.get_running_loop().call_later(
                     self._grace_s, self._give_up, call
                 )
@@ -163,9 +197,8 @@ class ModelSession:
                 call.given_up.cancel()
             if ended:
                 self._give_up(call)
-            else:
-                self._forget(call)
-                call.task.cancel()
+            self._forget(call)
+            call.task.cancel()
         await asyncio.gather(*(call.task for call in calls), return_exceptions=True)
 
     def _log(self, api: ModelApi, answer: CallAnswer, latency_ms: float) -> None:
@@ -185,35 +218,58 @@ class ModelSession:
         """Return a call of this key that nobody waits for: its harness has called again."""
         return next((call for call in self._calls.get(key, ()) if not call.waiting), None)
 
-    def _begin(self, api: ModelApi, body: bytes, key: str, *, repeat: bool) -> PendingCall:
-        async def run() -> CallAnswer:
-            call.seq = await self._report(api, body, key, repeat=repeat)
-            while True:
-                deadline = self._clock.monotonic() + _AWAIT_S
-                try:
-                    feedback = await self._gateway.await_feedback(self._record, call.seq, deadline)
-                except DsecError as error:
-                    if error.code is not ErrorCode.UNAVAILABLE:
-                        raise
-                    continue  # the request's own wait is bounded
-                if feedback.ready:
-                    return msgspec.convert(feedback.payload, CallAnswer)
+    def _make_room(self) -> None:
+        """Give the oldest call up that nobody waits for, when there are too many.
 
-        call = PendingCall(
-            key, asyncio.create_task(run(), name=f"model call of {self._record.local}")
+        Raises:
+            ModelCallError: 429 when somebody waits for each.
+        """
+        calls = [call for calls in self._calls.values() for call in calls]
+        if len(calls) < MODEL_CALLS_MAX:
+            return
+        oldest = next((call for call in calls if not call.waiting), None)
+        if oldest is None:
+            told = f"{MODEL_CALLS_MAX} calls are under way; wait for one of them"
+            raise ModelCallError(429, told, code="too_many_calls", retry=True, retry_after_s=1.0)
+        self._give_up(oldest)
+
+    def _begin(self, request: Request, key: str, *, repeat: bool) -> PendingCall:
+        call = PendingCall(key, request)
+        call.task = asyncio.get_running_loop().create_task(
+            self._run(call, repeat=repeat), name=f"model call of {self._record.local}"
         )
-        # Nobody may wait for it when it fails.
-        call.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        call.task.add_done_callback(lambda task: _ended(task, call))
         self._calls.setdefault(key, []).append(call)
         return call
 
-    async def _report(self, api: ModelApi, body: bytes, key: str, *, repeat: bool) -> int:
+    async def _run(self, call: PendingCall, *, repeat: bool) -> CallAnswer:
+        call.reported(await self._report(call, repeat=repeat))
+        if call.abandoned:
+            self._spawn(self._tell_cancelled(call.seq))
+            raise ModelCallError(503, "the call was given up", retry=True)
+        while True:
+            deadline = self._clock.monotonic() + _AWAIT_S
+            try:
+                feedback = await self._gateway.await_feedback(self._record, call.seq, deadline)
+            except DsecError as error:
+                if error.code is not ErrorCode.UNAVAILABLE:
+                    raise
+                continue  # the request's own wait is bounded
+            if feedback.ready:
+                return msgspec.convert(feedback.payload, CallAnswer)
+
+    async def _report(self, call: PendingCall, *, repeat: bool) -> int:
         """Make a call durable; return the number of its last report."""
         async with self._numbering:
+            request = call.request
+            assert request is not None  # noqa: S101  it is there until this has returned
             base, kept = self._base
-            parts = parts_of(api, key, body, repeat=repeat, base=base, base_body=unpressed(kept))
+            work = partial(_written, request, call.key, repeat=repeat, base=base, kept=kept)
+            # What is large takes a while; the loop is everybody's.
+            large = len(request.body) > _LARGE_BYTES
+            parts, body = await asyncio.to_thread(work) if large else work()
             seq = await self._write(STAGE_CALL, parts)
-            self._base = (seq, pressed(body))  # it waits for the next call, maybe for long
+            self._base = (seq, body)
             return seq
 
     async def _write(self, stage: str, payloads: Sequence[msgspec.Struct]) -> int:
@@ -247,11 +303,15 @@ class ModelSession:
     def _give_up(self, call: PendingCall) -> None:
         """End a call that nobody waits for; the trainer's side ends it where it is sampled."""
         self._forget(call)
+        if call.given_up is not None:
+            call.given_up.cancel()
         if call.task.done():
             return
-        call.task.cancel()
         if call.seq:
+            call.task.cancel()
             self._spawn(self._tell_cancelled(call.seq))
+        else:
+            call.abandoned = True  # its report is on its way, and has to be taken back
 
     async def _tell_cancelled(self, seq: int) -> None:
         try:
@@ -259,6 +319,30 @@ class ModelSession:
                 await self._write(STAGE_CANCELLED, [CallCancelled(seq=seq)])
         except (DsecError, TimeoutError) as error:
             _log.info("cancelled_call_not_told", local=self._record.local, error=str(error))
+
+
+def _key_of(request: Request) -> str:
+    digest = blake2b(digest_size=16)
+    for text in (request.api.encode(), request.idempotency_key.encode()):
+        digest.update(text + b"\0")
+    digest.update(request.body)
+    return digest.hexdigest()
+
+
+def _written(
+    request: Request, key: str, *, repeat: bool, base: int, kept: bytes
+) -> tuple[list[CallPart], bytes]:
+    """Return a call's reports, and its body as it is kept for the next one."""
+    body = request.body
+    parts = parts_of(request.api, key, body, repeat=repeat, base=base, base_body=unpressed(kept))
+    return parts, pressed(body)
+
+
+def _ended(task: asyncio.Task[CallAnswer], call: PendingCall) -> None:
+    """Let go of what a call holds; nobody may wait for it when it fails."""
+    call.reported(call.seq)
+    if not task.cancelled():
+        task.exception()
 
 
 def _stalled(wait_max_s: float) -> ModelCallError:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.interface import CommandResult, CommandSpec
 from dsec_sandboxd.kernel.linux import LinuxKernel
-from dsec_sandboxd.kernel.pausing import PAUSED
+from dsec_sandboxd.kernel.pausing import ALONE, PAUSED
 from kernel_world import NODE, World
 
 #: Counts in a file for as long as it runs.
@@ -51,11 +53,11 @@ async def ended(running: asyncio.Task[CommandResult]) -> None:
     await asyncio.wait({running})
 
 
+#: Takes long enough for whoever runs beside it to be seen.
+BUSY = "i=0; while [ $i -lt 100 ]; do i=$((i + 1)); cat /etc/passwd > /dev/null; done"
+
 #: Reads the count, gives whoever counts a hundred turns, and reads it again.
-LOOKING = (
-    "a=$(cat /tmp/count); i=0; while [ $i -lt 100 ]; do i=$((i + 1)); cat /etc/passwd > /dev/null; "
-    'done; b=$(cat /tmp/count); echo "$a $b"'
-)
+LOOKING = f'a=$(cat /tmp/count); {BUSY}; b=$(cat /tmp/count); echo "$a $b"'
 
 
 async def test_what_ran_before_stands_still_while_a_command_runs_alone(world: World) -> None:
@@ -118,6 +120,33 @@ async def test_what_it_leaves_behind_stands_still_and_goes_on_with_the_others(
     await ended(running)
 
 
+async def test_what_was_begun_and_stopped_before_it_ran_does_not_run_beside_it(
+    world: World,
+) -> None:
+    await world.create()
+    await world.say("true")
+    (world.cgroup() / "cgroup.freeze").write_text("1")  # as a pause that PID 1 loses against
+    running = asyncio.create_task(world.shell(COUNTING, timeout_s=0))
+    await asyncio.sleep(0)
+    await world.kernel.pause("a")
+    result = await alone(world, f"cat /tmp/count 2> /dev/null; {BUSY}; cat /tmp/count")
+    assert (result.exit_code, result.stdout) == (1, b"")
+    await world.kernel.resume("a")
+    async with asyncio.timeout(20):
+        while not await world.say("cat /tmp/count 2> /dev/null || true"):
+            await asyncio.sleep(0.001)
+    await ended(running)
+
+
+async def test_it_may_begin_where_another_command_has_ended(world: World) -> None:
+    await world.create()
+    for _ in range(3):
+        await asyncio.gather(*(world.say("true") for _ in range(8)))
+        await world.kernel.pause("a")
+        assert (await alone(world, "true", timeout_s=20)).exit_code == 0
+        await world.kernel.resume("a")
+
+
 async def test_nothing_runs_alone_in_a_sandbox_that_runs_or_is_copied(world: World) -> None:
     await world.create()
     for reasons in ((), (PAUSED, "copied")):
@@ -140,6 +169,31 @@ async def test_a_sandbox_that_ends_meanwhile_ends_the_command_too(world: World) 
     await asyncio.wait({running})
 
 
+@contextlib.asynccontextmanager
+async def daemon_killed(
+    world: World, stopped: Sequence[Path], *calls: asyncio.Task[CommandResult]
+) -> AsyncIterator[None]:
+    """Have the next daemon take over from one that was killed while a command ran alone."""
+    identity = world.kernel.identity("a")
+    mark = world.cgroup() / f"exec-{ALONE}"
+    assert mark.exists()
+    # As one that is killed: nothing of what it does after this reaches the sandbox.
+    await world.kernel.close(keep_sandboxes=True)
+    await asyncio.wait(calls)
+    for directory in stopped:
+        (directory / "cgroup.freeze").write_text("1")
+    mark.mkdir(exist_ok=True)
+    heir = LinuxKernel(NODE)
+    await heir.start()
+    try:
+        assert await heir.adopt({"a": identity}) == {}
+        world.kernel = heir
+        yield
+        assert not mark.exists()
+    finally:
+        await heir.close()
+
+
 async def test_the_next_daemon_ends_what_ran_alone_and_lets_the_others_go_on(
     world: World,
 ) -> None:
@@ -148,26 +202,58 @@ async def test_the_next_daemon_ends_what_ran_alone_and_lets_the_others_go_on(
     others = set(world.pids())
     waiting = asyncio.create_task(alone(world, "sleep 60"))
     await until(lambda: set(world.pids()) > others)
-    identity = world.kernel.identity("a")
     pids = set(world.pids())
-    # As one that is killed: nothing of what it does after this reaches the sandbox.
     stopped = [one for one in world.cgroup().glob("exec-*") if "1" in text(one / "cgroup.freeze")]
     assert stopped
+    async with daemon_killed(world, stopped, waiting, running):
+        await until(lambda: not pids - others & set(world.pids()))
+        assert [text(one / "cgroup.freeze") for one in stopped] == ["0\n"] * len(stopped)
+        before = await world.say("cat /tmp/count")
+        await goes_on(world, before)
+
+
+async def test_the_next_daemon_ends_what_ran_alone_where_nothing_else_did(world: World) -> None:
+    await world.create()
+    await world.say("true")
+    await world.kernel.pause("a")
+    (init,) = world.pids()
+    waiting = asyncio.create_task(alone(world, "sleep 60"))
+    await until(lambda: len(world.pids()) > 1)
+    async with daemon_killed(world, (), waiting):
+        await until(lambda: world.pids() == [init])
+
+
+async def test_the_next_daemon_ends_nothing_that_did_not_run_alone(world: World) -> None:
+    await world.create()
+    running = {await started_beside(world) for _ in range(2)}
+    pids = set(world.pids())
+    await world.kernel.pause("a")
+    waiting = asyncio.create_task(alone(world, "sleep 60"))
+    await until(lambda: set(world.pids()) > pids)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await until(lambda: set(world.pids()) == pids)
+    identity = world.kernel.identity("a")
     await world.kernel.close(keep_sandboxes=True)
-    await asyncio.wait({waiting, running})
-    for directory in stopped:
-        (directory / "cgroup.freeze").write_text("1")
+    await asyncio.wait(running)
+    # As one that was killed while it stopped the others, or let them go: some are, some are not.
+    commands = [one for one in world.cgroup().glob("exec-*") if text(one / "cgroup.procs")]
+    (commands[0] / "cgroup.freeze").write_text("1")
     heir = LinuxKernel(NODE)
     await heir.start()
     try:
         assert await heir.adopt({"a": identity}) == {}
-        await until(lambda: not pids - others & set(world.pids()))
-        assert [text(one / "cgroup.freeze") for one in stopped] == ["0\n"] * len(stopped)
-        world.kernel = heir
-        before = await world.say("cat /tmp/count")
-        await goes_on(world, before)
+        assert (len(commands), set(world.pids())) == (2, pids)
     finally:
         await heir.close()
+
+
+async def started_beside(world: World) -> asyncio.Task[CommandResult]:
+    """Start another command, and return when it runs."""
+    before = len(world.pids())
+    task = asyncio.create_task(world.shell("sleep 60", timeout_s=0))
+    await until(lambda: len(world.pids()) > before)
+    return task
 
 
 def text(path: object) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dsec_sandboxd.kernel.interface import CommandResult
 from dsec_sandboxd.kernel.part import KernelPart
+from dsec_sandboxd.kernel.pausing import ALONE
 
 if TYPE_CHECKING:
     from dsec_sandboxd.kernel.cgroups import Cgroup
@@ -28,7 +29,7 @@ class RunningAlone(KernelPart):
         sandbox = self._require(local)
         # A limit of the command's own would stand still with the sandbox.
         spec = replace(command, timeout_s=0.0)
-        async with sandbox.freezer.alone():
+        async with sandbox.freezer.alone(sandbox.is_free_directory):
             try:
                 async with asyncio.timeout(command.timeout_s or None):
                     return await sandbox.begin(spec, None, self._read_ooms)
@@ -43,8 +44,10 @@ def end_what_ran_alone(cgroup: Cgroup) -> None:
     """Undo what a daemon that was killed left of a command that ran alone: it ends."""
     names = cgroup.exec_ids()
     stopped = {name for name in names if cgroup.exec_stopped(name)}
-    for name in names if stopped else ():
-        if name not in stopped and cgroup.exec_populated(name):
-            cgroup.kill_exec(name)
+    if ALONE in names:
+        for name in names:
+            if name not in stopped and cgroup.exec_populated(name):
+                cgroup.kill_exec(name)
+        cgroup.remove_exec(ALONE)
     for name in stopped:
         cgroup.let_exec_go(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 #: Why a sandbox stands still: each reason holds it once.
 PAUSED: Final = "paused"
+
+ALONE: Final = "alone"
+"""Name of a directory beside those of commands, which is there while a command runs alone: by it
+the next daemon knows that what is not stopped ran alone, also where there was nothing to stop."""
 
 
 class AloneKernel(Protocol):
@@ -158,8 +163,11 @@ class Freezer:
                     self._cgroup.thaw()
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """Let what begins while the context lasts run, and nothing that ran before.
+    async def alone(self, is_free: Callable[[str], bool]) -> AsyncIterator[None]:
+        """Let what begins while the context lasts run, and nothing that was begun before.
+
+        Args:
+            is_free: says of a command's directory whether it is there for another one to begin in.
 
         Raises:
             DsecError: ``unavailable`` when the sandbox is not paused, or stands still for somebody
@@ -170,10 +178,14 @@ class Freezer:
                 raise unavailable("the sandbox is not paused, or is just being copied: try again")
             cgroup = self._cgroup
             try:
-                for name in cgroup.exec_ids():
-                    if cgroup.exec_populated(name):
+                names = cgroup.exec_ids()
+                for name in names:
+                    # Also one that PID 1 was told to begin and was stopped before it did: it will.
+                    if name != ALONE and (cgroup.exec_populated(name) or not is_free(name)):
                         cgroup.stop_exec(name)
                         self._stopped.append(name)
+                if ALONE not in names:
+                    os.close(cgroup.create_exec(ALONE))
                 cgroup.thaw()
                 yield
             finally:
@@ -184,6 +196,7 @@ class Freezer:
                     self._let_commands_go()
 
     def _let_commands_go(self) -> None:
+        self._cgroup.remove_exec(ALONE)  # first: what is let go did not run alone
         while self._stopped:
             self._cgroup.let_exec_go(self._stopped[-1])
             self._stopped.pop()

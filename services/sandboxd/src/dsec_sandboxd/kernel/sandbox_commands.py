@@ -282,6 +282,11 @@ class SandboxCommands:
             self.init.expect(process)
         return process
 
+    def is_free_directory(self, name: str) -> bool:
+        """Return whether no command is in a directory, or about to be: another one may be."""
+        free = (*self._idle, *self._returned, *self._occupied)
+        return any(directory.name == name for directory in free)
+
     def kill_directory(self, directory: _CommandDirectory) -> None:
         """End every process in a command's cgroup; it is not used again."""
         directory.killed = True

@@ -17,7 +17,7 @@ from dsec_common.accounts_permissions import OWNED_STREAMS
 from dsec_common.bus import Bus, Request, StreamSpec
 from dsec_common.errors import DsecError, ErrorCode, unavailable
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
-from dsec_common.wire.base import Message
+from dsec_common.wire.base import Message, decode
 
 NAME = OWNED_STREAMS["scheduler"][0]
 QUEUE = StreamSpec(
@@ -350,3 +350,27 @@ async def test_a_stream_in_memory_comes_back_empty_and_its_consumer_with_it(
         await project.js_publish(SUBJECT, Job(number=2), message_id="two", timeout_s=20)
         await after.complete()
     assert after.numbers == {1: 1, 2: 1}
+
+
+async def test_a_subject_is_read_by_the_hundred_to_its_end_and_from_any_place(
+    running: NatsForTests,
+) -> None:
+    (name, *_), role = OWNED_STREAMS["chronus"], "chronus"
+    mine, other = subjects.rollout_journal("s0"), subjects.rollout_journal("s1")
+    async with running.service(role) as bus:
+        await bus.ensure_stream(StreamSpec(name=name, subjects=(subjects.ROLLOUT_JOURNALS,)))
+        assert await bus.read(name, mine, 1) == []
+        wanted = []
+        for number in range(300):
+            wanted.append(await bus.js_publish(mine, Job(number=number)))
+            if number % 3 == 0:
+                await bus.js_publish(other, Job(number=-1))
+        found: list[tuple[int, bytes]] = []
+        while part := await bus.read(name, mine, found[-1][0] + 1 if found else 1):
+            found += part
+        assert [sequence for sequence, _ in found] == wanted
+        assert [decode(body, Job).number for _, body in found] == list(range(300))
+        assert (await bus.read(name, mine, wanted[298] + 1))[0][0] == wanted[299]
+        with pytest.raises(DsecError) as caught:
+            await bus.read("no-such-stream", mine, 1)
+        assert caught.value.code in {ErrorCode.DENIED, ErrorCode.UNAVAILABLE}

@@ -27,7 +27,8 @@ from dsec_common.bus_intake import Held
 from dsec_common.bus_kv import Entry, KeyValue
 from dsec_common.bus_objects import ObjectBucket
 from dsec_common.bus_order import flush
-from dsec_common.bus_requests import to_dsec_error
+from dsec_common.bus_reading import read_messages
+from dsec_common.bus_requests import Which, to_dsec_error
 from dsec_common.bus_serving import EventSubscription, ReplyGuard, Served
 from dsec_common.bus_streams import Consumer, Streams
 from dsec_common.bus_types import (
@@ -145,11 +146,8 @@ class Bus:
         raise_service_error(reply.headers, reply.data)
         return decode(reply.data, reply_type, content_type_of(reply.headers))
 
-    def give_up(self, subject: str | Callable[[str], bool], error: Callable[[], DsecError]) -> None:
-        """Fail with ``error`` all requests to ``subject``, or all that match, that wait.
-
-        What they asked for may have been done, or may still be.
-        """
+    def give_up(self, subject: Which, error: Callable[[], DsecError]) -> None:
+        """Fail all requests that wait to a subject, or to all that match; they may yet be done."""
         self._inbox.give_up(subject, error)
 
     async def request_raw(
@@ -346,6 +344,10 @@ class Bus:
             ttl_s=ttl_s,
             timeout_s=timeout_s,
         )
+
+    async def read(self, stream: str, subject: str, first: int) -> list[tuple[int, bytes]]:
+        """Return the next messages of a subject: see :func:`read_messages`."""
+        return await read_messages(self._inbox, stream, subject, first)
 
     async def stored(self, stream: str, subject: str) -> int:
         """Return how many messages a stream holds on a subject."""

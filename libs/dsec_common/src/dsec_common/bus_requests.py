@@ -15,6 +15,9 @@ from dsec_common.bus_client import DirectClient
 from dsec_common.errors import NOBODY_SERVES, DsecError, ErrorCode, invalid, unavailable
 from dsec_common.timers import timers_of
 
+Which = str | Callable[[str], bool]
+"""A subject, or whether one is meant."""
+
 _NO_RESPONDERS: Final = "503"
 _DENIED_PUBLISH: Final = re.compile(
     r'permissions violation for publish to "([^"]+)"', re.IGNORECASE
@@ -54,11 +57,14 @@ def to_dsec_error(error: Exception, operation: str, subject: str) -> DsecError:
 class _Waiting:
     """One request on its way."""
 
-    __slots__ = ("future", "subject", "timeout_s", "timer")
+    __slots__ = ("before", "future", "is_last", "subject", "timeout_s", "timer")
 
     def __init__(self, subject: str, timeout_s: float, loop: asyncio.AbstractEventLoop) -> None:
         self.subject = subject
         self.timeout_s = timeout_s
+        # Of a request with many replies: what has come, and which is the last.
+        self.before: list[Msg] = []
+        self.is_last: Callable[[Msg], bool] | None = None
         self.future: asyncio.Future[Msg] = loop.create_future()
         self.timer = timers_of(loop).call_later(timeout_s, self._expire)
 
@@ -106,9 +112,22 @@ class ReplyInbox:
                 ``timeout`` after ``timeout_s`` seconds, ``denied`` when the credentials do not
                 allow it, ``invalid`` for an impossible subject or size.
         """
+        waiting = _Waiting(subject, timeout_s, asyncio.get_running_loop())
+        return await self._ask(waiting, body, headers)
+
+    async def request_many(
+        self, subject: str, body: bytes, is_last: Callable[[Msg], bool], timeout_s: float
+    ) -> list[Msg]:
+        """Return the raw replies to ``body`` up to the one that ``is_last``; errors as of one."""
+        waiting = _Waiting(subject, timeout_s, asyncio.get_running_loop())
+        waiting.is_last = is_last
+        last = await self._ask(waiting, body, None)
+        return [*waiting.before, last]
+
+    async def _ask(self, waiting: _Waiting, body: bytes, headers: dict[str, Any] | None) -> Msg:
         self._count += 1
         token = f"{self._count:x}"
-        waiting = _Waiting(subject, timeout_s, asyncio.get_running_loop())
+        subject = waiting.subject
         self._waiting[token] = waiting
         reply_to = self._prefix + token
         try:
@@ -131,7 +150,11 @@ class ReplyInbox:
 
     async def _on_reply(self, message: Msg) -> None:
         waiting = self._waiting.get(message.subject[len(self._prefix) :])
-        if waiting is not None and not waiting.future.done():
+        if waiting is None or waiting.future.done():
+            return
+        if waiting.is_last is not None and not waiting.is_last(message):
+            waiting.before.append(message)
+        else:
             waiting.future.set_result(message)
 
     def connection_lost(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import structlog
@@ -80,9 +80,10 @@ class Journal:
             FencedError: the lease ran out meanwhile.
         """
         while True:
-            while (found := await self._read({"seq": self._sequence + 1}, "next")) is not None:
-                self._sequence = found[0]
-                yield found
+            while found := await self._bus.read(STREAM, self._subject, self._sequence + 1):
+                for sequence, body in found:
+                    self._sequence = sequence
+                    yield sequence, decode(body, Frame)
             if await self._begin_epoch():
                 return
 
@@ -150,15 +151,15 @@ class Journal:
     async def _last(self) -> tuple[int, Frame] | None:
         while True:
             try:
-                return await self._read({}, "last")
+                return await self._read_last()
             except DsecError as error:
                 if error.code not in _doubtful or not self._is_owner():
                     raise FencedError(f"cannot read {self._subject}: {error.message}") from error
             await self._clock.sleep(_PAUSE_S)
 
-    async def _read(self, query: dict[str, Any], which: str) -> tuple[int, Frame] | None:
-        """Return one frame of the subject, as the stream's leader knows it; None without one."""
-        body = msgspec.json.encode({**query, f"{which}_by_subj": self._subject})
+    async def _read_last(self) -> tuple[int, Frame] | None:
+        """Return the last frame, as the stream's leader knows it; None without one."""
+        body = msgspec.json.encode({"last_by_subj": self._subject})
         answer = msgspec.json.decode(
             await self._bus.request_raw(f"$JS.API.STREAM.MSG.GET.{STREAM}", body)
         )

@@ -138,10 +138,7 @@ async def test_responses_with_a_tool_go_there_and_back(stream: bool) -> None:
             '{"line":"ls"}',
         )
         assert first.usage.output_tokens == 5
-        said += [
-            item.model_dump(exclude_none=True, exclude={"parsed_arguments", "parsed"})
-            for item in first.output
-        ]
+        said += [item.model_dump(exclude={"parsed_arguments", "parsed"}) for item in first.output]
         said.append({"type": "function_call_output", "call_id": "call_1", "output": "a.txt"})
         second = await call()
         assert second.output_text == "It is a.txt."

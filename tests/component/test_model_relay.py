@@ -442,6 +442,20 @@ async def test_a_budget_of_time_counts_from_the_first_call_over_restarts(
     assert len(server.asked) == 1
 
 
+async def test_what_was_refused_stays_refused_for_a_relay_with_another_budget(
+    world: World, server: ScriptedServer
+) -> None:
+    async with HttpEngine(server.url) as engine, world.client() as client:
+        async with world.relay(engine, budget=Budget(calls=1)):
+            assert await _chat(client) == "first"
+            with pytest.raises(openai.RateLimitError):
+                await _chat(client, [*HI, *HI])
+        async with world.relay(engine, budget=Budget(calls=2)) as relay:
+            assert await _chat(client, [*HI, *HI]) == "second"
+            assert len(relay.trace().sequences) == 2
+    assert len(server.asked) == 2
+
+
 async def test_a_closed_rollout_takes_no_calls(world: World, server: ScriptedServer) -> None:
     async with (
         HttpEngine(server.url) as engine,
@@ -505,6 +519,8 @@ async def test_a_harness_that_hangs_up_on_everything_holds_a_bounded_amount(
 async def test_calls_that_are_too_many_or_too_large_in_a_second_are_told_to_wait(
     world: World, server: ScriptedServer
 ) -> None:
+    rate = world.doors._doors[sandbox_record().local]._rate
+    rate.change(1e-3, 200, asyncio.get_running_loop().time())
     async with HttpEngine(server.url) as engine, world.relay(engine):
         for number in range(2):
             filler = f"{number}" + "x" * (7 << 20)

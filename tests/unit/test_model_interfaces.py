@@ -178,6 +178,25 @@ def test_what_is_not_supported_is_refused_by_name(
     assert caught.value.headers() == {"x-should-retry": "false"}
 
 
+def test_a_field_that_is_null_counts_as_left_out_but_not_within_a_schema() -> None:
+    schema = {"type": "object", "properties": {"x": {"default": None}}}
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    request = _parse(
+        ModelApi.RESPONSES,
+        {
+            "model": "m",
+            "input": [{"role": "user", "content": "x"}, {**called, "of_the_future": None}],
+            "tools": [{"type": "function", "name": "f", "parameters": schema, "new": None}],
+            "unheard_of": None,
+        },
+    )
+    assert request.tools[0]["function"]["parameters"] == schema
+    used = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": None}, "caller": None}
+    said = [*MESSAGES["messages"], {"role": "assistant", "content": [used]}]
+    request = _parse(ModelApi.MESSAGES, {**MESSAGES, "messages": said})
+    assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"x":null}'
+
+
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"model": "\xff"}', b"null"])
 @pytest.mark.parametrize("api", list(ModelApi))
 def test_a_body_that_is_no_object_is_refused(api: ModelApi, body: bytes) -> None:

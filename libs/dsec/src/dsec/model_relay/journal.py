@@ -1,4 +1,4 @@
-"""What was sampled, on disk before anybody is told of it."""
+"""What was sampled, or refused, on disk before anybody is told of it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dsec_common.model_calls import CallAnswer
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that was sampled.
+    """A call that was answered.
 
     Attributes:
-        key: of the request.
-        call: its tokens; its ``number`` is that of the report that it answers.
+        number: of the report that was answered.
         answer: what its harness is sent, also when it asks again.
+        call: its tokens; None when it was refused.
     """
 
-    key: str
-    call: ModelCall
+    number: int
     answer: CallAnswer
+    call: ModelCall | None = None
 
 
 class CallJournal:
@@ -42,8 +42,13 @@ class CallJournal:
         self._path = path
         self._descriptor = -1
         self._writing = asyncio.Lock()
-        self.calls: dict[int, Recorded] = {}
-        """By the number of the report that each answers."""
+        self.answered: dict[int, Recorded] = {}
+        """By the number of the report."""
+
+    @property
+    def calls(self) -> list[ModelCall]:
+        """What was sampled."""
+        return [it.call for it in self.answered.values() if it.call is not None]
 
     def __enter__(self) -> Self:
         """Read what is there.
@@ -86,7 +91,7 @@ class CallJournal:
                 recorded = msgspec.json.decode(line, type=Recorded)
             except msgspec.DecodeError as error:
                 raise invalid(f"{self._path}:{number} is no call: {error}") from error
-            self.calls[recorded.call.number] = recorded
+            self.answered[recorded.number] = recorded
         if len(whole) < len(text):
             os.ftruncate(self._descriptor, len(whole))
         os.lseek(self._descriptor, 0, os.SEEK_END)
@@ -100,7 +105,7 @@ class CallJournal:
         line = msgspec.json.encode(recorded) + b"\n"
         async with self._writing:
             await asyncio.to_thread(self._append, line)
-        self.calls[recorded.call.number] = recorded
+        self.answered[recorded.number] = recorded
 
     def _append(self, line: bytes) -> None:
         end = os.lseek(self._descriptor, 0, os.SEEK_END)

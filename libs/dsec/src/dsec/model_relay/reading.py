@@ -1,4 +1,8 @@
-"""Reading a request strictly: what is not known is refused, never dropped."""
+"""Reading a request strictly: what is not known is refused, never dropped.
+
+But a field that is null counts as left out: clients send answers back with all the fields that
+their own types have.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,13 @@ from dsec_common.model_errors import ModelCallError
 
 T = TypeVar("T")
 
+_VERBATIM: Final = frozenset(
+    {
+        *("parameters", "input_schema", "schema", "response_format"),
+        *("metadata", "chat_template_kwargs"),
+    }
+)
+
 #: Where msgspec says that the trouble is.
 _PLACE: Final = re.compile(r" - at `\$\.?(?P<place>[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"unknown field `(?P<name>[^`]*)`")
@@ -22,7 +33,7 @@ class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Return the object that a body is.
+    """Return the object that a body is, without fields that are null.
 
     Raises:
         ModelCallError: 400 when it is none.
@@ -33,7 +44,25 @@ def json_object(body: bytes) -> dict[str, Any]:
         raise ModelCallError(400, f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ModelCallError(400, "the body is not a JSON object")
-    return found
+    without: dict[str, Any] = _without_nulls(found)
+    return without
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: field if _is_verbatim(name, field) else _without_nulls(field)
+        for name, field in value.items()
+        if field is not None
+    }
+
+
+def _is_verbatim(name: str, field: Any) -> bool:
+    """Return whether a field is data of the caller's, in which a null means something."""
+    return name in _VERBATIM or (name == "input" and isinstance(field, dict))
 
 
 def convert(value: Any, wanted: type[T]) -> T:

@@ -65,12 +65,12 @@ class _Call:
         self.number = number
         self.reports: set[int] = set()
         self.task: asyncio.Task[None] | None = None
-        self.sampled = False
+        self.settled = False
         self.answer: CallAnswer | None = None
 
     def cancel(self) -> bool:
-        """End it, unless it was sampled already: then it is recorded and told like any other."""
-        if self.task is None or self.sampled or self.answer is not None:
+        """End it, unless its answer is known already: then that is recorded and told."""
+        if self.task is None or self.settled or self.answer is not None:
             return False
         return self.task.cancel()
 
@@ -139,7 +139,7 @@ class ModelRelay:
 
     def trace(self) -> Trace:
         """Return what was sampled so far, stitched."""
-        return stitch(recorded.call for recorded in self._journal.calls.values())
+        return stitch(self._journal.calls)
 
     async def run(self) -> None:
         """Answer calls until the rollout is closed.
@@ -184,9 +184,12 @@ class ModelRelay:
             return
         call = self._calls[whole.key] = self._by_report[whole.seq] = _Call(whole.seq)
         call.reports.add(whole.seq)
-        recorded = self._journal.calls.get(whole.seq)
+        recorded = self._journal.answered.get(whole.seq)
         if recorded is not None:
-            self._begun += 1
+            if recorded.call is None:
+                self._forget(call)
+            else:
+                self._begun += 1
             call.answer = recorded.answer
             group.create_task(self._tell(whole.seq, recorded.answer))
             return
@@ -198,6 +201,10 @@ class ModelRelay:
         call = self._by_report.get(seq)
         if call is None or not call.cancel():
             return
+        self._forget(call)
+
+    def _forget(self, call: _Call) -> None:
+        """Have the same request be another call: this one was not sampled."""
         for key in [key for key, newest in self._calls.items() if newest is call]:
             del self._calls[key]
 
@@ -207,19 +214,19 @@ class ModelRelay:
         try:
             request = parse_call(whole.api, whole.body)
             sampled, stalled_s = await self._sample(request)
-            call.sampled = True
+            call.settled = True
             answer = _rendered(request, sampled, stalled_s)
         except ModelCallError as error:
-            # Not recorded: the same request may be wanted once more, and it was not sampled.
-            if self._calls.get(whole.key) is call:
-                del self._calls[whole.key]
+            self._forget(call)
+            call.settled = True
             answer = answer_of(
                 error.status, "application/json", error.headers(), error.body(whole.api)
             )
+            for seq in sorted(call.reports):  # nothing else tells the next relay that it was told
+                await self._journal.record(Recorded(number=seq, answer=answer))
         else:
-            await self._journal.record(
-                Recorded(key=whole.key, call=self._model_call(call, sampled), answer=answer)
-            )
+            model_call = self._model_call(call, sampled)
+            await self._journal.record(Recorded(number=call.number, answer=answer, call=model_call))
         call.answer = answer
         for seq in sorted(call.reports):
             await self._tell(seq, answer)
@@ -260,7 +267,7 @@ class ModelRelay:
             raise _used_up(f"{budget.time_s:g} s")
         if not budget.tokens:
             return request
-        used = sum(len(it.call.completion_ids) for it in self._journal.calls.values())
+        used = sum(len(call.completion_ids) for call in self._journal.calls)
         left = budget.tokens - used
         if left <= 0:
             raise _used_up(f"{budget.tokens} tokens")
@@ -284,12 +291,8 @@ class ModelRelay:
         try:
             await self._rollout.feedback(seq, msgspec.to_builtins(answer))
         except DsecError as error:
-            # Closed: nobody waits. A refusal that differs from one told before: that one counts.
-            if error.code is ErrorCode.EXPIRED:
-                return
-            if error.code is ErrorCode.CONFLICT and answer.status != 200:  # noqa: PLR2004
-                return
-            raise
+            if error.code is not ErrorCode.EXPIRED:  # closed: nobody waits
+                raise
 
 
 def _rendered(request: ModelRequest, sampled: Sampled, stalled_s: float) -> CallAnswer:

@@ -57,6 +57,7 @@ __all__ = [
     "Stage",
     "build_layer",
     "register_package",
+    "run_with",
     "update_model",
 ]
 
@@ -219,6 +220,20 @@ Network: Any = _twin_of(AsyncNetwork)
 PortStream: Any = _twin_of(AsyncPortStream)
 Tunnel: Any = _twin_of(AsyncTunnel)
 DSecClient: Any = _twin_of(asynchronous.DSecClient, _ClientTwin)
+
+
+def run_with(
+    client: Any, work: Callable[[asynchronous.DSecClient], Coroutine[Any, Any, Any]]
+) -> Any:
+    """Return what ``work(asynchronous client)`` returns: what is done at once costs one wait.
+
+    It runs on the loop of ``client``, and is cancelled if this thread is interrupted.
+    """
+
+    async def worked() -> Any:
+        return await work(client._inner)  # noqa: SLF001  its twin
+
+    return client._loop.run(worked())  # noqa: SLF001  its twin
 
 
 def _with_twin(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import os
 import shlex
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
@@ -211,7 +211,7 @@ async def build_layer(
         labels={"dsec-recipe": name},
         timeout_s=60.0,
     ) as sandbox:
-        await _carry_out(sandbox, recipe, steps)
+        await carry_out(sandbox, recipe, steps.begin)
         steps.begin("snapshot")
         snapshot = await sandbox.snapshot(name=f"recipe {name}@{version}")
         try:
@@ -245,24 +245,32 @@ class _Steps:
         self._begun += 1
 
 
-async def _carry_out(sandbox: Sandbox, recipe: Recipe, steps: _Steps) -> None:
+async def carry_out(
+    sandbox: Sandbox, recipe: Recipe, begin: Callable[[str], None] = lambda _: None
+) -> None:
+    """Do in a sandbox what a recipe says; ``begin`` is told the name of each step.
+
+    Raises:
+        CommandFailed: when a package or a command of the recipe fails.
+        DsecError: as uploads and commands do.
+    """
     await sandbox.make_directory(_WORK, parents=True)
     await sandbox.write_file(f"{_WORK}/begun", b"")
     for target, source in recipe.files.items():
-        steps.begin(f"file {target}")
+        begin(f"file {target}")
         parent = str(PurePosixPath(target).parent)
         await sandbox.make_directory(parent, parents=True)
         await sandbox.upload(recipe.local(source), target)
     if recipe.apt:
-        steps.begin("apt")
+        begin("apt")
         await _run(sandbox, recipe, _apt(recipe.apt), {"DEBIAN_FRONTEND": "noninteractive"})
     if recipe.pip:
-        steps.begin("pip")
+        begin("pip")
         if recipe.wheels:
             await sandbox.upload(recipe.local(recipe.wheels), f"{_WORK}/wheels")
         await _run(sandbox, recipe, _pip(recipe), {})
     for command in recipe.commands:
-        steps.begin(f"command {command[:60]}")
+        begin(f"command {command[:60]}")
         await _run(sandbox, recipe, command, {})
     await sandbox.exec(_tidy(recipe.epoch), cwd="/", user="root", timeout_s=recipe.timeout_s)
     await _removed(sandbox)

@@ -19,6 +19,7 @@ from dsec.cli import (
     cost,
     dag,
     debug,
+    factory,
     files,
     layer,
     life,
@@ -61,6 +62,7 @@ app.add_typer(agent.app, name="agent")
 app.add_typer(dag.app, name="dag")
 app.add_typer(snapshot.app, name="snapshot")
 app.add_typer(layer.app, name="layer")
+app.add_typer(factory.app, name="factory")
 app.add_typer(node.app, name="node")
 app.add_typer(network.app, name="network")
 app.add_typer(pool.app, name="pool")

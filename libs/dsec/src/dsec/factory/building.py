@@ -1,0 +1,456 @@
+"""One environment: built in a sandbox, packed, looked through, proven, and only then published.
+
+The order is the guarantee: ``<name>-<seed>@<key>`` exists in the layer store only when its layer
+was looked through and proven. A build that is killed leaves a sandbox that ends by its time, a
+snapshot, and a layer under a name that says that it is unchecked; the next build of the same run
+removes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from dsec.factory.credentials import FILES
+from dsec.factory.errors import EnvironmentRefused, NotProven
+from dsec.factory.evidence import Evidence, Secret, evidence_of, read_secrets
+from dsec.factory.leaks import Finding, look_through
+from dsec.factory.reading import content_at, read_layer
+from dsec.factory.spec import Command, Item, Verify
+from dsec.factory.views import Bounds
+from dsec.recipes import carry_out
+from dsec_common.errors import DsecError, ErrorCode, not_found
+from dsec_common.wire.layer import LayerInfo, LayerKind
+
+if TYPE_CHECKING:
+    from dsec.client import DSecClient
+    from dsec.results import ExecResult
+    from dsec.sandbox import Sandbox
+    from dsec.snapshots import Snapshot
+
+Hook = Callable[["Sandbox", Item], Awaitable[None]]
+"""Works in the sandbox after the spec's commands, turn by turn, as an agent's loop does."""
+Begin = Callable[[str], None]
+"""Told the name of each step."""
+
+RUN_LABEL: Final = "dsec-factory-run"
+KEY_LABEL: Final = "dsec-factory-key"
+_SCRIPT: Final = "/tmp/dsec-factory-script"  # noqa: S108  inside the sandbox
+_MARGIN_S: Final = 300.0
+_NO_PROGRAM: Final = frozenset({126, 127})
+
+#: Left out of every environment, beside what ``pack_diff(clean=True)`` leaves out.
+RESIDUE: Final = (
+    *FILES,
+    "**/*.pyc",
+    "**/.viminfo",
+    "**/.wget-hsts",
+    "**/.local/share/Trash",
+    "/root/.claude",
+    "/root/.codex",
+    "/root/.aider*",
+    "/root/.config/opencode",
+)
+#: Of a repository that is kept: what leads to other commits, or runs.
+_OF_REPOSITORIES: Final = (
+    "**/.git/logs",
+    "**/.git/hooks",
+    "**/.git/ORIG_HEAD",
+    "**/.git/FETCH_HEAD",
+    "**/.git/refs/stash",
+    "**/.git/refs/remotes",
+)
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """What was made, or was there.
+
+    Attributes:
+        environment: the layer that an agent gets as its workspace.
+        digest: of that layer.
+        size_bytes: of that layer.
+        tests: the layer, a toolkit, that tests it; empty without tests.
+        solution: the layer, a toolkit, that solves it; empty without one.
+        base: below it.
+        toolkits: beside it.
+        seed: which one of its spec.
+        key: of all that it is made of.
+        made: False when it was there.
+    """
+
+    environment: str
+    digest: str
+    size_bytes: int
+    tests: str = ""
+    solution: str = ""
+    base: str
+    toolkits: tuple[str, ...] = ()
+    seed: int
+    key: str
+    made: bool = True
+
+
+async def build_environment(
+    client: DSecClient,
+    item: Item,
+    scratch: Path,
+    *,
+    run: str = "alone",
+    hook: Hook | None = None,
+    begin: Begin = lambda _: None,
+) -> Environment:
+    """Make one environment, or return the one that was made of the same before.
+
+    Args:
+        client: connected.
+        item: what is made, of :func:`dsec.factory.spec.item_of`.
+        scratch: a directory of this machine for its files while they are looked through.
+        run: by which what a killed build left is known again; one build of an item at a time may
+            have it.
+        hook: called with the sandbox when the spec's commands have run.
+        begin: told each step.
+
+    Raises:
+        EnvironmentRefused: something in it betrays the task or should not be there.
+        NotProven: it is solved already, or its solution does not solve it.
+        CommandFailed: a command of the building failed.
+        DsecError: as ``create_sandbox``, ``snapshot``, ``pack_diff`` and imports.
+    """
+    evidence = await asyncio.to_thread(_evidence, item)
+    if (standing := await _standing(client, f"{item.name}@{item.key}")) is not None:
+        return await _made(client, item, standing, made=False)
+    return await _Building(client, item, scratch, run, begin).make(evidence, hook)
+
+
+def _evidence(item: Item) -> Evidence:
+    secrets: list[Secret] = []
+    for what, path in (("solution", item.solution), ("tests", item.tests)):
+        if path is not None:
+            secrets += read_secrets(what, path)
+    return evidence_of(secrets, item.spec.canaries)
+
+
+async def _standing(client: DSecClient, reference: str) -> LayerInfo | None:
+    try:
+        return await client.layers.inspect(reference)
+    except DsecError as error:
+        if error.code is not ErrorCode.NOT_FOUND:
+            raise
+        return None
+
+
+async def _made(client: DSecClient, item: Item, layer: LayerInfo, *, made: bool) -> Environment:
+    """Return what a published environment is; its tests and solution were published before it."""
+    beside = {
+        what: f"{item.name}-{what}@{item.key}"
+        for what, path in (("tests", item.tests), ("solution", item.solution))
+        if path is not None
+    }
+    for reference in beside.values():
+        if not made and await _standing(client, reference) is None:
+            raise not_found(
+                f"{layer.reference} is there and {reference} is not: somebody removed it; remove "
+                "the environment, too, to have both made anew"
+            )
+    return Environment(
+        environment=layer.reference,
+        digest=layer.digest,
+        size_bytes=layer.size_bytes,
+        base=item.spec.base,
+        toolkits=item.spec.toolkits,
+        seed=item.seed,
+        key=item.key,
+        made=made,
+        **beside,
+    )
+
+
+class _Building:
+    """One environment in the making."""
+
+    def __init__(
+        self, client: DSecClient, item: Item, scratch: Path, run: str, begin: Begin
+    ) -> None:
+        self._client = client
+        self._item = item
+        self._spec = item.spec
+        self._tree = scratch / "layer"
+        self._begin = begin
+        self._labels = {RUN_LABEL: run, KEY_LABEL: item.key}
+        self._unchecked = f"unchecked-{run}-{item.key}"
+
+    async def make(self, evidence: Evidence, hook: Hook | None) -> Environment:
+        await self._sweep()
+        evidence = await self._less_known(evidence)
+        snapshot = await self._build(hook)
+        try:
+            self._begin("pack")
+            layer = await self._pack(snapshot, self._unchecked)
+            try:
+                await self._look_through(layer, evidence)
+                if self._spec.verify is not None:
+                    await self._prove(self._spec.verify, layer)
+                self._begin("publish")
+                published = await self._pack(snapshot, self._item.key)
+                if published.digest != layer.digest:
+                    await self._client.layers.remove(published.reference)
+                    raise DsecError(
+                        ErrorCode.INTERNAL,
+                        f"{published.reference} was packed twice and differs; it was removed",
+                    )
+            finally:
+                await self._client.layers.remove(layer.reference)
+        finally:
+            await snapshot.delete()
+        return await _made(self._client, self._item, published, made=True)
+
+    async def _sweep(self) -> None:
+        """Remove what a build of this run and key left when it was killed."""
+        for sandbox in await self._client.list_sandboxes(labels=self._labels):
+            await self._client.sandbox(sandbox.sandbox_id).delete()
+        for snapshot in await self._client.snapshots.list(labels=self._labels):
+            await snapshot.delete()
+        reference = f"{self._item.name}@{self._unchecked}"
+        if await _standing(self._client, reference) is not None:
+            await self._client.layers.remove(reference)
+
+    async def _less_known(self, evidence: Evidence) -> Evidence:
+        """Take out what the task shows anyway: what its author lays where the solution goes."""
+        known: dict[str, bytes] = {}
+        async with await self._sandbox((), self._labels) as sandbox:
+            for secret in evidence.secrets:
+                path = secret.path
+                here = self._item.files and self._item.files / path.lstrip("/")
+                if here and here.is_file() and not here.is_symlink():
+                    known[path] = await asyncio.to_thread(here.read_bytes)
+                elif found := await content_at(sandbox, path, Bounds().file_bytes):
+                    known[path] = found
+        public = await asyncio.to_thread(contents, self._item.public)
+        return evidence.without(known, public)
+
+    # --- Building -----------------------------------------------------------------------------
+
+    async def _sandbox(
+        self, toolkits: tuple[str, ...], labels: dict[str, str], workspace: str = "", **more: Any
+    ) -> Sandbox:
+        named = {
+            "ttl_s": self._ttl_s(),
+            "memory_bytes": self._spec.build.memory_bytes,
+            "disk_bytes": self._spec.build.disk_bytes,
+        }
+        return await self._client.create_sandbox(
+            self._spec.base,
+            workspace=workspace,
+            toolkits=tuple(dict.fromkeys((*self._spec.toolkits, *toolkits))),
+            labels=labels,
+            warm="bypass",
+            timeout_s=60.0,
+            **(named | more),
+        )
+
+    def _ttl_s(self) -> float:
+        """Return when a sandbox that nobody deletes ends: after all that it may have to do."""
+        build, recipe = self._spec.build, self._item.recipe
+        commands = (len(build.commands) + 2) * build.timeout_s  # with script and hook
+        installs = 0.0 if recipe is None else (len(recipe.commands) + 3) * recipe.timeout_s
+        proof = 0.0 if self._spec.verify is None else 2 * self._spec.verify.timeout_s
+        return commands + installs + proof + _MARGIN_S
+
+    async def _build(self, hook: Hook | None) -> Snapshot:
+        item, build = self._item, self._spec.build
+        recipe = item.recipe
+        env = {"SEED": str(item.seed)} | (recipe.env if recipe else {}) | build.env
+        network = build.network if build.network is not None else recipe and recipe.network
+        self._begin("create")
+        async with await self._sandbox(
+            build.toolkits,
+            self._labels,
+            env=env,
+            network=network,
+        ) as sandbox:
+            if recipe is not None:
+                await carry_out(sandbox, recipe, self._begin)
+            if item.files is not None:
+                self._begin("files")
+                await sandbox.upload(item.files, "/")
+            if item.script is not None:
+                self._begin("script")
+                await sandbox.upload(item.script, _SCRIPT)
+                await self._command(sandbox, ("/bin/sh", _SCRIPT))
+                await sandbox.remove(_SCRIPT)
+            for command in build.commands:
+                self._begin(f"command {command if isinstance(command, str) else command[0]}"[:60])
+                await self._command(sandbox, command)
+            if hook is not None:
+                self._begin("agent")
+                await self._interactive(hook, sandbox)
+            self._begin("snapshot")
+            return await sandbox.snapshot(f"factory {item.name}@{item.key}", labels=self._labels)
+
+    async def _interactive(self, hook: Hook, sandbox: Sandbox) -> None:
+        timeout_s = self._spec.build.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                await hook(sandbox, self._item)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DsecError(
+                ErrorCode.COMMAND_TIMEOUT,
+                f"the hook was not done after {timeout_s:g} s; see build.timeout_s",
+            ) from None
+
+    async def _command(self, sandbox: Sandbox, command: Command) -> None:
+        build = self._spec.build
+        await sandbox.exec(
+            command, cwd=build.cwd, user=build.user, timeout_s=build.timeout_s, check=True
+        )
+
+    async def _pack(self, snapshot: Snapshot, version: str) -> LayerInfo:
+        return await snapshot.pack_diff(
+            self._item.name,
+            version,
+            kind=LayerKind.WORKSPACE,
+            exclude=(*self._left_out(), *self._spec.exclude),
+            clean=True,
+        )
+
+    def _left_out(self) -> tuple[str, ...]:
+        git = ("**/.git",) if self._spec.git == "drop" else _OF_REPOSITORIES
+        return (*RESIDUE, *git)
+
+    # --- Looking through ----------------------------------------------------------------------
+
+    async def _look_through(self, layer: LayerInfo, evidence: Evidence) -> None:
+        self._begin("check")
+        await asyncio.to_thread(shutil.rmtree, self._tree, ignore_errors=True)
+        try:
+            await read_layer(self._client, layer, self._tree)
+            findings = await asyncio.to_thread(
+                look_through,
+                self._tree,
+                evidence,
+                residue=self._left_out(),
+                allow=self._spec.allow,
+            )
+        finally:
+            await asyncio.to_thread(shutil.rmtree, self._tree, ignore_errors=True)
+        if findings:
+            raise EnvironmentRefused(f"{self._item.name} (seed {self._item.seed})", findings)
+
+    # --- Proving ------------------------------------------------------------------------------
+
+    async def _prove(self, verify: Verify, layer: LayerInfo) -> None:
+        """Run the tests without the solution and with it, in sandboxes that no agent sees."""
+        tests = await self._publish("tests", self._item.tests)
+        solution = await self._publish("solution", self._item.solution)
+        toolkits = (*verify.toolkits, *tests)
+        self._begin("unsolved")
+        async with self._trial(verify, layer, toolkits) as sandbox:
+            result = await self._trial_command(sandbox, verify, verify.command)
+        codes = verify.unsolved_exit
+        if result.ok:
+            raise self._unproven("its tests pass without the solution", result)
+        failed = (
+            result.exit_code in codes
+            if codes
+            else result.exit_code is not None and result.exit_code not in _NO_PROGRAM
+        )
+        if result.timed_out or not failed:
+            raise self._unproven(f"without the solution its tests {_how(result)}", result)
+        self._begin("solved")
+        async with self._trial(verify, layer, (*toolkits, *solution)) as sandbox:
+            if verify.apply:
+                applied = await self._trial_command(sandbox, verify, verify.apply)
+                if not applied.ok:
+                    raise self._unproven(f"verify.apply {_how(applied)}", applied)
+            result = await self._trial_command(sandbox, verify, verify.command)
+        if not result.ok:
+            raise self._unproven(f"with the solution its tests {_how(result)}", result)
+
+    @asynccontextmanager
+    async def _trial(
+        self, verify: Verify, layer: LayerInfo, toolkits: tuple[str, ...]
+    ) -> AsyncIterator[Sandbox]:
+        async with await self._sandbox(
+            toolkits, self._labels, workspace=layer.reference, env=verify.env
+        ) as sandbox:
+            yield sandbox
+
+    async def _trial_command(
+        self, sandbox: Sandbox, verify: Verify, command: Command
+    ) -> ExecResult:
+        return await sandbox.exec(
+            command,
+            env={"SEED": str(self._item.seed)},
+            cwd=verify.cwd,
+            user=verify.user,
+            timeout_s=verify.timeout_s,
+        )
+
+    async def _publish(self, what: str, path: Path | None) -> tuple[str, ...]:
+        """Make a toolkit of a directory; again when a build was killed before it was of use."""
+        if path is None:
+            return ()
+        self._begin(what)
+        layer = await self._client.layers.import_directory(
+            path,
+            kind=LayerKind.TOOLKIT,
+            name=f"{self._item.name}-{what}",
+            version=self._item.key,
+            replace=True,
+        )
+        return (layer.reference,)
+
+    def _unproven(self, what: str, result: ExecResult) -> NotProven:
+        return NotProven(f"{self._item.name} (seed {self._item.seed})", what, result)
+
+
+def _how(result: ExecResult) -> str:
+    if result.timed_out:
+        return f"did not end within {result.duration_s:.0f} s"
+    if result.exit_code is None:
+        return f"were ended by signal {result.signal}"
+    return f"end with {result.exit_code}"
+
+
+def contents(paths: Iterable[Path]) -> list[bytes]:
+    """Return what is in files, and in all files below directories; links are passed over."""
+    found = []
+    for path in paths:
+        files = [path] if path.is_file() else sorted(path.rglob("*"))
+        found += [file.read_bytes() for file in files if file.is_file() and not file.is_symlink()]
+    return found
+
+
+async def check_layer(
+    client: DSecClient,
+    reference: str,
+    evidence: Evidence,
+    scratch: Path,
+    *,
+    allow: tuple[str, ...] = (),
+) -> list[Finding]:
+    """Return why a layer may be no environment; of a base or toolkit, too.
+
+    What ``pack_diff`` leaves out is no finding here: a base has caches of its own.
+
+    Args:
+        client: connected.
+        reference: of the layer.
+        evidence: what must not be in it.
+        scratch: an empty directory of this machine.
+        allow: patterns of paths that are not looked into.
+
+    Raises:
+        DsecError: ``not_found``; as :func:`dsec.factory.reading.read_layer`.
+    """
+    tree = scratch / "layer"
+    await read_layer(client, await client.layers.inspect(reference), tree)
+    return await asyncio.to_thread(look_through, tree, evidence, residue=FILES, allow=allow)

@@ -1,0 +1,301 @@
+"""The environment factory on a real platform: what it lets through, refuses and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsec import Sandbox
+from dsec.factory import (
+    EnvironmentRefused,
+    Item,
+    NotProven,
+    build_environment,
+    item_of,
+    read_spec,
+)
+from dsec_common.errors import DsecError, ErrorCode
+from stack import Stack, environment
+
+BROKEN = """
+def total(numbers):
+    result = 0
+    for number in numbers:
+        result -= number
+    return result
+"""
+FIXED = BROKEN.replace("-=", "+=")
+TESTS = textwrap.dedent(
+    """
+    import sys
+
+    sys.path.insert(0, "/app")
+    from sums import total
+
+    assert total([2, 3, 5]) == 10, "the sum of the first primes"
+    """
+)
+ENCODED = """python3 -c '
+import base64
+text = open("/app/sums.py").read().replace("-=", "+=").upper()
+open("/app/y", "wb").write(base64.b64encode(text.encode()))
+'
+"""
+SPEC = """
+name: {name}
+base: {base}
+files: files
+solution: solution
+tests: tests
+canaries: [{name}-canary-7f3a]
+build:
+  commands:
+    - {command}
+verify:
+  command: ["python3", "/tests/check.py"]
+"""
+
+
+def write_task(
+    directory: Path, name: str, base: str, command: str = "echo $SEED > /app/seed"
+) -> Path:
+    """Write a spec with what it names: a sum that is a difference."""
+    for path, text in {
+        "files/app/sums.py": BROKEN,
+        "solution/app/sums.py": FIXED,
+        "tests/tests/check.py": TESTS + f"# {name}-canary-7f3a\n",
+    }.items():
+        (directory / path).parent.mkdir(parents=True)
+        (directory / path).write_text(text)
+    spec = directory / "task.yaml"
+    spec.write_text(SPEC.format(name=name, base=base, command=json.dumps(command)))
+    return spec
+
+
+async def item_from(spec: Path, scratch: Path, seed: int = 0) -> Item:
+    wanted, directory = read_spec(spec)
+    return await item_of(wanted, directory, seed, scratch)
+
+
+async def left_behind(stack: Stack, name: str) -> list[Any]:
+    """Return what of a build is still there besides published layers."""
+    async with stack.client() as client:
+        sandboxes = await client.list_sandboxes()
+        snapshots = await client.snapshots.list()
+        layers = await client.layers.list(name=f"{name}*")
+    unchecked = [layer.reference for layer in layers if "@unchecked" in layer.reference]
+    return [*sandboxes, *snapshots, *unchecked]
+
+
+async def test_an_environment_is_proven_and_holds_neither_its_tests_nor_what_builds_leave(
+    stack: Stack, base: str, tmp_path: Path
+) -> None:
+    dirty = (
+        "mkdir -p /root/.ssh /app/.git/objects; echo key > /root/.ssh/id; echo l > /app/.git/HEAD; "
+        "cd /app && python3 -c 'import sums'; cp sums.py /tmp/copy; echo ls > /root/.bash_history"
+    )
+    spec = write_task(tmp_path, "clean-sums", base, dirty)
+    item = await item_from(spec, tmp_path / "scratch")
+    async with stack.client() as client:
+        made = await build_environment(client, item, tmp_path / "scratch")
+        again = await build_environment(client, item, tmp_path / "scratch")
+        async with await client.create_sandbox(base, workspace=made.environment) as sandbox:
+            listed = (await sandbox.exec("find /app /root /tmp /tests 2>/dev/null")).stdout_text
+            unsolved = await sandbox.exec(
+                'python3 -B -c \'import sys; sys.path[0] = "/app"; '
+                "import sums; print(sums.total([1]))'"
+            )
+        async with await client.create_sandbox(
+            base, workspace=made.environment, toolkits=(made.tests, made.solution)
+        ) as sandbox:
+            solved = await sandbox.exec(["python3", "/tests/check.py"])
+    assert made.made
+    assert (again.made, again.digest) == (False, made.digest)
+    assert sorted(listed.split()) == ["/app", "/app/sums.py", "/root", "/tmp"]
+    assert unsolved.stdout_text == "-1\n"
+    assert solved.ok, solved.stderr_text
+    assert await left_behind(stack, "clean-sums") == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            (
+                ENCODED,
+                "solution",
+                "/app/y",
+            ),
+            id="the solution, in capitals, encoded",
+        ),
+        pytest.param(("echo SUMS-CANARY-7F3A > /app/notes", "canary", "/app/notes"), id="a canary"),
+        pytest.param(
+            (
+                "echo 'token: ghp_a1B2c3D4e5F6a1B2c3D4e5F6a1B2c3D4e5F6' > /app/notes",
+                "credential",
+                "/app/notes",
+            ),
+            id="a credential",
+        ),
+    ],
+)
+async def test_an_environment_that_betrays_its_task_is_refused_by_file_and_reason(
+    stack: Stack, base: str, tmp_path: Path, case: tuple[str, str, str]
+) -> None:
+    command, kind, path = case
+    item = await item_from(write_task(tmp_path, "sums", base, command), tmp_path / "scratch")
+    async with stack.client() as client:
+        with pytest.raises(EnvironmentRefused, match=path) as caught:
+            await build_environment(client, item, tmp_path / "scratch")
+        assert {(found.kind, found.path) for found in caught.value.findings} == {(kind, path)}
+        with pytest.raises(DsecError) as missing:
+            await client.layers.inspect(f"{item.name}@{item.key}")
+    assert missing.value.code is ErrorCode.NOT_FOUND
+    assert await left_behind(stack, "sums") == []
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        pytest.param("sed -i s/-=/+=/ /app/sums.py", "all of", id="solved as by the solution"),
+        pytest.param(
+            "echo 'total = sum' > /app/sums.py",
+            "pass without the solution",
+            id="solved another way",
+        ),
+        pytest.param(
+            "ln -s /nowhere /tests; rm /app/sums.py",
+            "tests end with",
+            id="the solution does not help",
+        ),
+    ],
+)
+async def test_an_environment_that_is_solved_or_cannot_be_is_refused(
+    stack: Stack, base: str, tmp_path: Path, command: str, what: str
+) -> None:
+    spec = write_task(tmp_path, "proof", base, command)
+    if what == "tests end with":
+        (tmp_path / "solution/app/sums.py").write_text(FIXED.replace("+=", "*="))
+    item = await item_from(spec, tmp_path / "scratch")
+    async with stack.client() as client:
+        with pytest.raises((EnvironmentRefused, NotProven), match=what):
+            await build_environment(client, item, tmp_path / "scratch")
+    assert await left_behind(stack, "proof") == []
+
+
+async def test_an_agent_works_in_the_sandbox_by_a_hook(
+    stack: Stack, base: str, tmp_path: Path
+) -> None:
+    async def agent(sandbox: Sandbox, item: Item) -> None:
+        for turn in range(2):
+            before = (await sandbox.exec("cat /app/log 2>/dev/null")).stdout_text
+            await sandbox.write_file("/app/log", f"{before}{item.seed}.{turn}\n")
+
+    item = await item_from(write_task(tmp_path, "hooked", base), tmp_path / "scratch", seed=4)
+    async with stack.client() as client:
+        made = await build_environment(client, item, tmp_path / "scratch", hook=agent)
+        async with await client.create_sandbox(base, workspace=made.environment) as sandbox:
+            assert await sandbox.read_text("/app/log") == "4.0\n4.1\n"
+            assert await sandbox.read_text("/app/seed") == "4\n"
+
+
+TEMPLATE = """
+import os, pathlib, sys
+seed, out = int(os.environ["SEED"]), pathlib.Path(os.environ["OUT"])
+def write(path, text):
+    (out / path).parent.mkdir(parents=True, exist_ok=True)
+    (out / path).write_text(text)
+write("files/app/number.py", f"NUMBER = {seed}\\n")
+answer = seed * 7919 + 12345
+write("solution/app/answer.py", f"# the answer of the seed {seed}\\nANSWER = {answer}\\n")
+write("tests/tests/check.py", f"import sys; sys.path[0] = '/app'\\n"
+      f"from answer import ANSWER\\nassert ANSWER == {answer}, 'not the answer of {seed}'\\n")
+if seed == 2:
+    write("files/app/more.txt", (out / "solution/app/answer.py").read_text())
+"""
+
+
+def kill_at(stack: Stack, words: tuple[str, ...], seed: int, stage: str) -> None:
+    """Run a factory and kill it when a seed is at a stage."""
+    with subprocess.Popen(
+        stack.command("--json", *words),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            said = json.loads(line)
+            if (said["seed"], said["stage"]) == (seed, stage):
+                process.kill()
+                break
+    assert process.returncode == -signal.SIGKILL
+
+
+async def test_a_run_that_is_killed_goes_on_and_makes_nothing_twice(
+    stack: Stack, base: str, tmp_path: Path
+) -> None:
+    (tmp_path / "template.py").write_text(TEMPLATE)
+    (tmp_path / "bulk.yaml").write_text(
+        f"name: bulk\nbase: {base}\ntemplate: [python3, template.py]\n"
+        "verify: {command: [python3, /tests/check.py]}\n"
+    )
+    words = ("factory", "build", str(tmp_path / "bulk.yaml"), "-n", "4", "--parallel", "1")
+    await asyncio.to_thread(kill_at, stack, words, 1, "unsolved")
+    async with stack.client() as client:
+        (first,) = [
+            layer
+            for layer in await client.layers.list(name="bulk-0")
+            if "@un" not in layer.reference
+        ]
+
+    done = stack.dsec("--json", *words, check=False)
+    outcomes = json.loads(done.stdout)
+    assert done.returncode == 1, done.stderr
+    assert [outcome["environment"] and outcome["environment"]["made"] for outcome in outcomes] == [
+        False,
+        True,
+        None,
+        True,
+    ]
+    assert outcomes[0]["environment"]["digest"] == first.digest
+    failure = outcomes[2]["failure"]
+    assert failure["findings"][0]["path"] == "/app/more.txt"
+    assert not failure["retryable"]
+    assert await left_behind(stack, "bulk") == []
+    async with stack.client() as client:
+        layers = {layer.reference: layer for layer in await client.layers.list(name="bulk-*")}
+    assert all(len(layer.history) == 0 for name, layer in layers.items() if name.count("-") == 1)
+    assert stack.dsec("--json", *words, check=False).stdout.count('"made":true') == 0
+
+
+async def test_layers_and_directories_are_looked_through_at_the_command_line(
+    stack: Stack, base: str, tmp_path: Path
+) -> None:
+    tree = tmp_path / "tree"
+    (tree / "opt").mkdir(parents=True)
+    (tree / "opt/notes.txt").write_text(f"I think:\n{FIXED}")
+    (tmp_path / "sums.py").write_text(FIXED)
+    stack.dsec(
+        *("layer", "import", str(tree), "--kind", "toolkit", "--name", "leaky", "--version", "1")
+    )
+    for target in ("leaky@1", str(tree)):
+        done = stack.dsec(
+            *("--json", "factory", "check", target, "--solution", str(tmp_path / "sums.py")),
+            check=False,
+        )
+        assert done.returncode == 1, done.stderr
+        (finding,) = json.loads(done.stdout)["findings"]
+        assert (finding["path"], finding["kind"]) == ("/opt/notes.txt", "solution")
+    clean = stack.dsec("factory", "check", "leaky@1", "--canary", "a-text-of-nobody")
+    assert clean.stdout == "leaky@1: nothing was found\n"
+    usage = stack.dsec("factory", "check", "leaky@1", check=False)
+    assert usage.returncode == 2

@@ -155,6 +155,18 @@ async def test_a_step_without_a_wait_is_durable_whatever_its_size(
             await agent.close()
 
 
+async def test_a_huge_observation_is_refused_with_the_limit_and_what_to_do(
+    nats: NatsForTests, tmp_path: Path
+) -> None:
+    async with nats.service("sandboxd", NODE) as bus, sandbox_of(bus, tmp_path, "s0.nobody"):
+        with AgentChannel(str(tmp_path / SOCKET_NAME)) as channel:
+            with pytest.raises(
+                AgentError, match=r"262144.* put larger data into a file"
+            ) as refusal:
+                await asyncio.to_thread(channel.step, "saw", "x" * (64 << 20), 1)
+            assert refusal.value.code == "invalid"
+
+
 async def test_an_agent_that_is_started_again_goes_on_where_the_rollout_is(
     nats: NatsForTests, tmp_path: Path
 ) -> None:

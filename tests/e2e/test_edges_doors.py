@@ -204,6 +204,8 @@ async def test_a_body_nested_without_end_is_refused_at_every_door(
             subjects.rollout("default", ScopedId.parse(rollout), verb)
             for verb in subjects.ROLLOUT_VERBS
         ),
+        *(subjects.group("default", "s0", verb) for verb in subjects.GROUP_VERBS),
+        *(subjects.rollout_group("default", verb) for verb in ("take_group", "open_group")),
         *(subjects.node("default", verb) for verb in ("list", "inspect")),
         subjects.sandbox_create("default"),
         subjects.sandbox_list("default"),

@@ -295,6 +295,10 @@ async def test_a_plain_client_reaches_and_hears_nothing_of_another_project(
         targets = [
             *(subjects.sandbox("default", scoped, verb) for verb in subjects.SANDBOX_VERBS),
             *(subjects.rollout("default", shard, verb) for verb in subjects.ROLLOUT_VERBS),
+            *(subjects.group("default", shard.owner, verb) for verb in subjects.GROUP_VERBS),
+            *(subjects.rollout_group("default", verb) for verb in ("take_group", "open_group")),
+            *(subjects.group_system("default", shard.owner, verb) for verb in ("take", "open")),
+            subjects.shard_taken(shard.owner),
             *(subjects.layer("default", node, verb) for verb in subjects.LAYER_VERBS),
             *(subjects.snapshot("default", node, verb) for verb in subjects.SNAPSHOT_VERBS),
             *(subjects.pool("default", verb) for verb in subjects.POOL_VERBS),
@@ -306,6 +310,7 @@ async def test_a_plain_client_reaches_and_hears_nothing_of_another_project(
             subjects.heartbeat(node),
             subjects.lease("release"),
             subjects.rollout_system("default", shard, "report"),
+            subjects.rollout_system("default", shard, "step"),
             subjects.rollout_journal(shard.owner),
             subjects.sandbox_event("default", scoped, "ended"),
             "$JS.API.STREAM.PURGE.DSEC_QUEUE",

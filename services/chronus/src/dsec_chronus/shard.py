@@ -137,6 +137,7 @@ class Shard:
         self._served: list[Served[Any]] = []
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = 0.0
         self._ticking: set[asyncio.Task[None]] = set()
         self._lost = False
         self._gone = False
@@ -405,16 +406,19 @@ class Shard:
             log.exception("an answer failed", shard=self.name, verb=caller.verb)
 
     def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         deadline_s = self.core.next_deadline_s
         if deadline_s is None or self._lost:
             return
+        if self._timer is not None:
+            if self._timer_at_s <= deadline_s:  # it looks again when it fires
+                return
+            self._timer.cancel()
+        self._timer_at_s = deadline_s
         delay_s = max(0.0, deadline_s - self._clock.monotonic())
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
+        self._timer = None
         task = asyncio.create_task(
             self._handle(ClockTicked(at=self._now())), name=f"deadlines {self.name}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -260,8 +261,7 @@ class ChronusGateway:
         *,
         wait_s: float = 0.0,
     ) -> ReplyT:
-        rollout_id = ScopedId.parse(record.rollout_id, "rollout id")
-        subject = subjects.rollout_system(record.project, rollout_id, verb)
+        shard, subject = _address(record.project, record.rollout_id, verb)
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -273,9 +273,7 @@ class ChronusGateway:
                     raise
                 if self._clock.monotonic() + pause_s > deadline:
                     raise _away(record.rollout_id, error) from error
-                await self._pause(
-                    rollout_id.owner, max(pause_s, min(error.retry_after_s, _LAST_PAUSE_S))
-                )
+                await self._pause(shard, max(pause_s, min(error.retry_after_s, _LAST_PAUSE_S)))
             pause_s = min(pause_s * 2, _LAST_PAUSE_S)
 
     async def _pause(self, shard: str, pause_s: float) -> None:
@@ -283,6 +281,13 @@ class ChronusGateway:
             await self._clock.sleep(pause_s)
         else:
             await self._news.wait(shard, pause_s)
+
+
+@lru_cache(maxsize=16_384)
+def _address(project: str, rollout_id: str, verb: str) -> tuple[str, str]:
+    """Return a rollout's shard, and the subject of a request to it."""
+    scoped = ScopedId.parse(rollout_id, "rollout id")
+    return scoped.owner, subjects.rollout_system(project, scoped, verb)
 
 
 def _away(rollout_id: str, error: DsecError) -> DsecError:

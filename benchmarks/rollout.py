@@ -23,6 +23,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from benchmarks.platform import Platform, import_three_layers, running_parts
 from benchmarks.report import Options, Reach, Report, median, percentile
 from dsec import DSecClient, Reply, RolloutGroup
@@ -38,6 +40,7 @@ WARM_UP: Final = 50
 _CREATES_AT_ONCE: Final = 16
 _MEMORY_BYTES: Final = 16 << 20
 _SERVICES: Final = ("nats", "chronus", "sandboxd")
+_JOURNAL: Final = "chronus-journal"
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -139,6 +142,12 @@ def bare_subject() -> str:
     return subjects.rollout_system("default", ScopedId("benchmark", "x"), "inspect")
 
 
+async def frames_written(asker: Bus) -> int:
+    """Return how many frames all journals together have had so far."""
+    answer = msgspec.json.decode(await asker.request_raw(f"$JS.API.STREAM.INFO.{_JOURNAL}", b""))
+    return int(answer["state"]["last_seq"])
+
+
 async def bare_round_trip(asker: Bus) -> float:
     """Return the seconds of one request, answered after one append."""
     began = time.perf_counter()
@@ -155,7 +164,7 @@ async def run(options: Options) -> Report:
     rates: list[float] = []
     bare: list[float] = []
     spent: dict[str, float] = dict.fromkeys((*_SERVICES, "trainer"), 0.0)
-    stepped = 0
+    stepped = frames = 0
     async with running_parts() as platform, AgentsProcess.running() as agents:
         client: DSecClient = platform.client
         async with client.rollouts.group("benchmark", range(ROLLOUTS)) as group:
@@ -169,11 +178,13 @@ async def run(options: Options) -> Report:
                 for _ in range(rounds):
                     latencies += await agents.do(first=0, count=count)
                     bare += [await bare_round_trip(asker) for _ in range(count)]
+                    frames -= await frames_written(asker)
                     before = processor_seconds(watched)
                     done = await agents.do(seconds=SECONDS)
                     after = processor_seconds(watched)
                     for name in spent:
                         spent[name] += after[name] - before[name]
+                    frames += await frames_written(asker)
                     stepped += done["steps"]
                     rates.append(done["steps"] / done["seconds"])
                     crowd += done["taken"]
@@ -192,6 +203,7 @@ async def run(options: Options) -> Report:
             "step_at_500_p99_ms": 1000 * percentile(crowd, 0.99),
             "bare_request_and_append_p50_ms": bare_p50,
             **{f"{name}_cpu_us_per_step": 1e6 * spent[name] / stepped for name in spent},
+            "records_per_frame": 2 * stepped / frames,
             "samples": len(latencies),
         },
         ratios={"p50_to_bare": p50 / bare_p50},

@@ -66,13 +66,20 @@ class _Search:
         if whole in self._whole:
             return  # the same file under another name
         self._whole.add(whole)
+        told: set[tuple[str, str]] = set()
         for view in views(data, self._bounds, wide=not self._evidence.ascii):
-            digest = hashlib.sha256(view.data).digest()
-            if view.problem:
-                yield Finding(path=path, kind="unreadable", reason=view.problem, inside=view.how)
-            elif digest not in self._seen:
-                self._seen.add(digest)
-                yield from self._view(path, view)
+            for finding in self._new_view(path, view):
+                if (finding.kind, finding.reason) not in told:
+                    told.add((finding.kind, finding.reason))
+                    yield finding
+
+    def _new_view(self, path: str, view: View) -> Iterator[Finding]:
+        digest = hashlib.sha256(view.data).digest()
+        if view.problem:
+            yield Finding(path=path, kind="unreadable", reason=view.problem, inside=view.how)
+        elif digest not in self._seen:
+            self._seen.add(digest)
+            yield from self._view(path, view)
 
     def text(self, path: str, text: bytes, where: str) -> Iterator[Finding]:
         """Look through a name, or where a link leads."""

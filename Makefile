@@ -130,3 +130,7 @@ soak: $(STAMP)  ## Random use under kill -9 of every part; SOAK_SECONDS=600, SOA
 .PHONY: chaos-control
 chaos-control: $(STAMP)  ## Leases and placements under kill -9 of brokers and schedulers; CHAOS_SECONDS=300, CHAOS_SEED
 	$(PYTHON) -m soak.control $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+
+.PHONY: chaos-rollout
+chaos-rollout: $(STAMP)  ## Steps of rollouts under kill -9 of trainer, Chronus, nodes and NATS; CHAOS_SECONDS=300, CHAOS_SEED (as root)
+	$(PYTHON) -m soak.rollout $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))

@@ -374,9 +374,7 @@ def rollout_system(project: str, rollout_id: ScopedId, verb: str) -> str:
 
 def group_system(project: str, shard: str, verb: str) -> str:
     """Request/reply from a Chronus to a shard's owner about a group: ``take``, ``open``."""
-    return (
-        f"{ROOT}.{SYSTEM}.group.{validate_project(project)}.{validate_node(shard)}.{_verb(verb)}"
-    )
+    return f"{ROOT}.{SYSTEM}.group.{validate_project(project)}.{validate_node(shard)}.{_verb(verb)}"
 
 
 def shard_taken(shard: str) -> str:

@@ -37,6 +37,8 @@ _log: Final = structlog.get_logger(__name__)
 _PREFIX: Final = b"state|"
 #: Instances that are synchronised at once on one node.
 _AT_ONCE: Final = 8
+#: So long what nobody waits for rests after it could not be done.
+_AGAIN_S: Final = 3.0
 _OUTPUT_MAX_BYTES: Final = 64 * 1024
 _STDERR_CHARACTERS: Final = 300
 _ON_THE_WAY: Final = frozenset({SandboxState.PAUSING, SandboxState.RESUMING})
@@ -87,6 +89,7 @@ class Consistency:
         self._kept: dict[str, KeptState] = {}
         self._turns: dict[str, asyncio.Lock] = {}
         self._places = asyncio.Semaphore(_AT_ONCE)
+        self._put_back: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- What is kept -------------------------------------------------------------------------
@@ -129,6 +132,7 @@ class Consistency:
 
     def _forget(self, local: str) -> None:
         self._turns.pop(local, None)
+        self._put_back.pop(local, None)
         if self._kept.pop(local, None) is None:
             return
         try:
@@ -191,15 +195,17 @@ class Consistency:
                     await instance.resume()  # a daemon died when that was all that was left
 
     async def _again(self, record: SandboxRecord) -> None:
-        """Go on with what was asked, for nobody who waits."""
+        """Go on with what was asked, for nobody who waits: nobody else would ask again."""
         local = record.local
-        try:
-            await self.sandboxes.switched(local)
-            kept = self._kept.get(local)
-            if kept is not None:
+        while (kept := self._kept.get(local)) is not None:
+            try:
+                await self.sandboxes.switched(local)
                 await self._keep_up(record, kept.asked)
-        except DsecError as error:
-            _log.info("state_not_kept", local=local, error=str(error))
+            except DsecError as error:
+                _log.info("state_not_kept", local=local, error=str(error))
+                await self.sandboxes.parts.clock.sleep(_AGAIN_S)
+            else:
+                return
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -259,14 +265,21 @@ class Consistency:
 
     async def sandbox_put_back(self, local: str) -> None:
         """Synchronise an instance anew whose state is about to be an earlier one."""
+        self._put_back[local] = self.times_put_back(local) + 1
         kept = self._kept.get(local)
         if kept is None:
             return
         with contextlib.suppress(DsecError):  # it ends meanwhile
             record = self.sandboxes.state.running(kept.asked.project, local)
             began_ms = int(record.created_at * 1000)
-            self.keep(record, msgspec.structs.replace(kept, version_ms=began_ms, error=""))
+            kept = msgspec.structs.replace(kept, version_ms=began_ms, error="")
+            self._kept[local] = kept  # it is so, also where the StateDB refuses it
             self._start(self._again(record))
+            self.keep(record, kept)
+
+    def times_put_back(self, local: str) -> int:
+        """Return how often this daemon has put an instance back to a snapshot."""
+        return self._put_back.get(local, 0)
 
     def inspecting(self, inspect: Inspect) -> Inspect:
         """Return ``inspect``, which tells of instances how new their state is."""
@@ -341,9 +354,11 @@ class _Instance:
 
         Raises:
             NotSynchronisedError: it failed.
-            DsecError: it could not be run now.
+            DsecError: it could not be run now, or its state was put back to an earlier one.
         """
-        record, asked = self._record, self._asked
+        record, asked, owner = self._record, self._asked, self._owner
+        await self._sandboxes.switched(record.local)
+        put_back = owner.times_put_back(record.local)
         told = {"version_ms": version_ms, "dependencies": asked.versions}
         command = CommandSpec(
             argv=asked.command,
@@ -365,6 +380,8 @@ class _Instance:
         else:
             if result.exit_code != 0:
                 error = _why(result, asked.timeout_s)
+        if owner.times_put_back(record.local) != put_back:
+            raise unavailable("it was put back to a snapshot meanwhile")
         if error:
             self._change(error=error)
         else:

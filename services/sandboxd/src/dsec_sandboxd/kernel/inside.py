@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from dsec_common.errors import DsecError
 from dsec_sandboxd.kernel.alone import RunningAlone
 from dsec_sandboxd.kernel.inside_files import InsideFiles
 from dsec_sandboxd.kernel.interface import SandboxUsage
@@ -95,7 +96,16 @@ class Inside(InsideFiles, RunningAlone):
 
     async def pause(self, local: str) -> None:
         """Stop every process of the sandbox; on return all stand still."""
-        await self._require(local).freezer.hold(PAUSED)
+        while True:
+            sandbox = self._require(local)
+            try:
+                await sandbox.freezer.hold(PAUSED)
+            except DsecError:
+                if self._sandboxes.get(local) in {sandbox, None}:
+                    raise
+            if self._sandboxes.get(local) is sandbox:
+                return
+            # Another has its id by now, and is to stand still for it.
 
     async def resume(self, local: str) -> None:
         """Let a paused sandbox go on."""

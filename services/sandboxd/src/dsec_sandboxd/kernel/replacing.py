@@ -17,6 +17,7 @@ from dsec_common.errors import DsecError
 from dsec_sandboxd.kernel.adoption import is_alive
 from dsec_sandboxd.kernel.init import ended_error
 from dsec_sandboxd.kernel.part import KernelPart
+from dsec_sandboxd.kernel.pausing import PAUSED
 from dsec_sandboxd.kernel.spawner import readable
 
 if TYPE_CHECKING:
@@ -49,11 +50,15 @@ class Replacing(KernelPart):
         """Begin to remove a sandbox, or return the task that does already."""
 
     async def replace(self, local: str, heir: str) -> None:
-        """End a sandbox and have the heir under its id."""
+        """End a sandbox and have the heir under its id, paused if it was."""
         new = self._require(heir)
         if new.ending is not None or not is_alive(new.pidfd):
             raise ended_error()
         old = self._sandboxes.get(local)
+        if old is not None and old.freezer.holds(PAUSED):
+            await new.freezer.hold(PAUSED)
+            if not old.freezer.holds(PAUSED):
+                new.freezer.release(PAUSED)  # it was to go on meanwhile
         if old is not None:
             self._rename(old, heir_name(local))
             old.cgroup.kill()

@@ -25,7 +25,7 @@ from dsec.dags import Dags
 from dsec.events import EventHub, EventStream
 from dsec.inventory import Readings
 from dsec.layers import Layers
-from dsec.listing import ListFilters, list_request
+from dsec.listing import Listings
 from dsec.network import Policy
 from dsec.pools import Functions
 from dsec.queueing import queued
@@ -44,8 +44,6 @@ from dsec_common.wire.sandbox import (
     IdleAction,
     Limits,
     SandboxCreated,
-    SandboxInfo,
-    SandboxList,
 )
 from dsec_common.wire.task import WarmUse
 
@@ -59,7 +57,7 @@ _LEAST_S: Final = 0.01
 _COMMAND_MARGIN_S: Final = 15.0
 
 
-class DSecClient(Functions, Readings, Waits):
+class DSecClient(Functions, Listings, Readings, Waits):
     """A project's way to the platform: ``async with DSecClient() as client: …``.
 
     Without arguments it finds the platform by the environment (``DSEC_NATS_SERVERS``,
@@ -418,59 +416,6 @@ class DSecClient(Functions, Readings, Waits):
             DsecError: ``invalid`` when it is no sandbox id.
         """
         return Sandbox(self._connected(), sandbox_id, None)
-
-    async def list_sandboxes(self, **filters: Unpack[ListFilters]) -> list[SandboxInfo]:
-        """Return the project's sandboxes on all nodes, oldest first.
-
-        Args:
-            filters: ``labels``, ``states``, ``agent``, ``rollout_id``, ``created_after``,
-                ``created_before`` and ``include_ended``; see :class:`~dsec.listing.ListFilters`.
-
-        Raises:
-            DsecError: ``unavailable`` when a node did not answer, naming it: a listing that leaves
-                sandboxes out must not look whole.
-        """
-        found: list[SandboxInfo] = []
-        cursor = ""
-        while True:
-            page = await self.list_page(cursor=cursor, **filters)
-            if page.silent_nodes:
-                raise DsecError(
-                    ErrorCode.UNAVAILABLE,
-                    f"these nodes did not answer: {', '.join(page.silent_nodes)}; "
-                    "list again, or see `dsec node list`",
-                )
-            found += page.sandboxes
-            cursor = page.next_cursor
-            if not cursor:
-                return sorted(found, key=lambda sandbox: sandbox.created_at)
-
-    async def list_page(
-        self, *, limit: int = 0, cursor: str = "", **filters: Unpack[ListFilters]
-    ) -> SandboxList:
-        """Return one page of the project's sandboxes, and the nodes that did not answer.
-
-        Args:
-            limit: at most so many; 0 leaves it to the platform.
-            cursor: ``next_cursor`` of the page before, which was asked for with the same filters.
-            filters: as for :meth:`list_sandboxes`.
-
-        Raises:
-            DsecError: ``invalid`` for a cursor of another listing, or an unknown state.
-        """
-        return await self._connected().ask(
-            subjects.sandbox_list(self.project),
-            list_request(limit, cursor, **filters),
-            SandboxList,
-            timeout_s=_TIMEOUT_S,
-            repeatable=True,
-            patience_s=ANSWER_PATIENCE_S,
-        )
-
-    async def sandboxes(self, **filters: Unpack[ListFilters]) -> list[Sandbox]:
-        """Return handles of the project's living sandboxes; see :meth:`list_sandboxes`."""
-        found = await self.list_sandboxes(**filters)
-        return [Sandbox(self._connected(), info.sandbox_id, None) for info in found]
 
     # --- The rest -----------------------------------------------------------------------------
 

@@ -1,12 +1,18 @@
-"""What a request to list sandboxes is made of."""
+"""Lists of sandboxes, and what a request for one is made of."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TypedDict, Unpack
+from typing import Final, TypedDict, Unpack
 
-from dsec_common.errors import invalid
-from dsec_common.wire.sandbox import ListSandboxes, SandboxState
+from dsec.channel import ANSWER_PATIENCE_S, Channel
+from dsec.sandbox import Sandbox
+from dsec_common import subjects
+from dsec_common.errors import DsecError, ErrorCode, invalid
+from dsec_common.wire.sandbox import ListSandboxes, SandboxInfo, SandboxList, SandboxState
+
+_TIMEOUT_S: Final = 10.0
 
 
 class ListFilters(TypedDict, total=False):
@@ -31,6 +37,67 @@ class ListFilters(TypedDict, total=False):
     created_before: float
     include_ended: bool
     usage: bool
+
+
+class Listings(ABC):
+    """What the client has of lists of sandboxes."""
+
+    @abstractmethod
+    def _connected(self) -> Channel:
+        """Return the connection, or raise ``invalid`` before there is one."""
+
+    async def list_sandboxes(self, **filters: Unpack[ListFilters]) -> list[SandboxInfo]:
+        """Return the project's sandboxes on all nodes, oldest first.
+
+        Args:
+            filters: ``labels``, ``states``, ``agent``, ``rollout_id``, ``created_after``,
+                ``created_before`` and ``include_ended``; see :class:`~dsec.listing.ListFilters`.
+
+        Raises:
+            DsecError: ``unavailable`` when a node did not answer, naming it: a listing that leaves
+                sandboxes out must not look whole.
+        """
+        found: list[SandboxInfo] = []
+        cursor = ""
+        while True:
+            page = await self.list_page(cursor=cursor, **filters)
+            if page.silent_nodes:
+                raise DsecError(
+                    ErrorCode.UNAVAILABLE,
+                    f"these nodes did not answer: {', '.join(page.silent_nodes)}; "
+                    "list again, or see `dsec node list`",
+                )
+            found += page.sandboxes
+            cursor = page.next_cursor
+            if not cursor:
+                return sorted(found, key=lambda sandbox: sandbox.created_at)
+
+    async def list_page(
+        self, *, limit: int = 0, cursor: str = "", **filters: Unpack[ListFilters]
+    ) -> SandboxList:
+        """Return one page of the project's sandboxes, and the nodes that did not answer.
+
+        Args:
+            limit: at most so many; 0 leaves it to the platform.
+            cursor: ``next_cursor`` of the page before, which was asked for with the same filters.
+            filters: as for :meth:`list_sandboxes`.
+
+        Raises:
+            DsecError: ``invalid`` for a cursor of another listing, or an unknown state.
+        """
+        return await self._connected().ask(
+            subjects.sandbox_list(self._connected().project),
+            list_request(limit, cursor, **filters),
+            SandboxList,
+            timeout_s=_TIMEOUT_S,
+            repeatable=True,
+            patience_s=ANSWER_PATIENCE_S,
+        )
+
+    async def sandboxes(self, **filters: Unpack[ListFilters]) -> list[Sandbox]:
+        """Return handles of the project's living sandboxes; see :meth:`list_sandboxes`."""
+        found = await self.list_sandboxes(**filters)
+        return [Sandbox(self._connected(), info.sandbox_id, None) for info in found]
 
 
 def list_request(limit: int, cursor: str, **filters: Unpack[ListFilters]) -> ListSandboxes:

@@ -218,9 +218,14 @@ async def test_the_same_name_with_other_tasks_is_refused(nats: NatsForTests) -> 
     async with chronus_service(nats), nats.project() as bus, nats.project("other") as stranger:
         async with rollouts_of(bus).group(GROUP, ["a", "b"]) as group:
             ids = [rollout.id for rollout in group.rollouts]
-        with pytest.raises(DsecError, match="task 1") as refusal:
-            await rollouts_of(bus).group(GROUP, ["a", "c"]).__aenter__()
-        assert refusal.value.code is ErrorCode.CONFLICT
+            with pytest.raises(DsecError, match="task 1") as refusal:
+                await rollouts_of(bus).group(GROUP, ["a", "c"]).__aenter__()
+            assert refusal.value.code is ErrorCode.CONFLICT
+            # That took the group from nobody.
+            async with nats.service("sandboxd", "node-1") as node_bus:
+                await Agent(node_bus, ids[1]).report(1)
+            (step,) = await batch_of(group, 1)
+            await step.reply()
         async with rollouts_of(stranger, "other").group(GROUP, ["a", "b"]) as theirs:
             assert not {rollout.id for rollout in theirs.rollouts} & set(ids)
         for name in ("", "x" * 129, "a\nb"):

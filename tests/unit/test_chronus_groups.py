@@ -334,6 +334,21 @@ def test_the_same_tasks_again_are_the_same_rollouts(world: World) -> None:
     assert world.core.facts() == before
 
 
+def test_who_only_opens_tasks_takes_no_group_away(world: World) -> None:
+    opening = world.open_group(0, TASKS)
+    world.settle()
+    assert answer(world, opening, GroupOpened).rollouts == ("s0.a", "s0.b", "s0.c")
+    assert refused(world, world.steps(0)).code is ErrorCode.CONFLICT
+    fence = taken(world)
+    waiting = world.steps(fence)
+    assert refused(world, world.open_group(0, {"a": "other"})).code is ErrorCode.CONFLICT
+    world.open_group(0, {**TASKS, "d": {"goal": 4}})
+    world.step(1, local="d")
+    world.settle()
+    assert steps_of(answer(world, waiting, StepBatch)) == [("d", 1)]
+    assert world.durable_facts() == world.core.facts()
+
+
 def test_a_list_of_tasks_may_grow(world: World) -> None:
     fence = taken(world)
     world.open_group(fence, {**TASKS, "d": {"goal": 4}})

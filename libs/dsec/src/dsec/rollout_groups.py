@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
     Callable,
     Coroutine,
@@ -14,6 +15,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -128,6 +130,27 @@ class Reply:
         self.done = done
 
 
+class _Window:
+    """How many steps of one shard are held without an answer, and until there may be more."""
+
+    def __init__(self, limit: int) -> None:
+        self.held = 0
+        self._limit = limit
+        self._room = asyncio.Event()
+
+    async def until_room(self) -> int:
+        """Return for how many there is room, once there is any."""
+        while self.held >= self._limit:
+            self._room.clear()
+            await self._room.wait()
+        return self._limit - self.held
+
+    def answered(self, _outcome: asyncio.Future[DsecError | None]) -> None:
+        """Make room for another one."""
+        self.held -= 1
+        self._room.set()
+
+
 class RolloutGroup:
     """The rollouts of a list of tasks, and the only trainer that answers them.
 
@@ -166,10 +189,9 @@ class RolloutGroup:
         self._patience_s = patience_s
         self._by_local: dict[str, tuple[Rollout, Any]] = {}
         self._seen: dict[str, int] = {}
-        self._held = 0
+        self._windows: dict[str, _Window] = {}
         self._ready: deque[Step] = deque()
         self._came = asyncio.Event()
-        self._room = asyncio.Event()
         self._reading = 0
         self._failed: DsecError | None = None
         self._answers: dict[str, Answers] = {}
@@ -186,6 +208,7 @@ class RolloutGroup:
         shards = sorted({rollout.id.partition(".")[0] for rollout in self.rollouts})
         self._reading = len(shards)
         for shard in shards:
+            self._windows[shard] = _Window(max(1, self._window // len(shards)))
             answers = Answers(self._channel, self.name, self.fence, shard, self._patience_s)
             self._answers[shard] = answers
             self._start(self._read(shard), f"steps of {self.name} in {shard}")
@@ -225,9 +248,10 @@ class RolloutGroup:
         self._came.set()
 
     async def _open(self) -> None:
-        project = self._channel.project
+        # Without a number first: a list of tasks that is refused takes nobody's group away.
+        await self._open_tasks(0)
         lease = await self._channel.ask(
-            subjects.rollout_group(project, "take_group"),
+            subjects.rollout_group(self._channel.project, "take_group"),
             TakeGroup(group=self.name),
             GroupLease,
             timeout_s=_TIMEOUT_S,
@@ -235,35 +259,41 @@ class RolloutGroup:
             attempts_max=_ATTEMPTS,
         )
         self.fence = lease.fence
+        ids = await self._open_tasks(self.fence)
+        self.rollouts = tuple(map(self._rollout_of, ids))
+
+    async def _open_tasks(self, fence: int) -> list[str]:
         ids: list[str] = []
         for tasks in _parts(self._tasks):
             opened = await self._channel.ask(
-                subjects.rollout_group(project, "open_group"),
-                OpenGroup(group=self.name, fence=self.fence, tasks=tasks, labels=self._labels),
+                subjects.rollout_group(self._channel.project, "open_group"),
+                OpenGroup(group=self.name, fence=fence, tasks=tasks, labels=self._labels),
                 GroupOpened,
                 timeout_s=_TIMEOUT_S,
                 repeatable=True,
                 attempts_max=_ATTEMPTS,
             )
             ids += opened.rollouts
-        self.rollouts = tuple(map(self._rollout_of, ids))
+        return ids
 
     # --- Steps --------------------------------------------------------------------------------
 
     async def steps(self) -> AsyncIterator[Step]:
         """Yield the steps of all rollouts, those of one in order, until all are closed.
 
-        No more than ``window`` are held here without an answer; beyond it agents wait.
+        No more than ``window`` are held here without an answer, an equal part of it from each
+        shard; beyond it agents wait.
 
         Raises:
             DsecError: ``conflict`` (``reason`` is ``fenced``) when another trainer has taken the
                 group over; what Chronus refuses; ``unavailable`` when it was away for longer than
                 ``patience_s``.
         """
-        async for batch in self.batches(1):
-            yield batch[0]
+        async with aclosing(self.batches(1)) as batches:
+            async for batch in batches:
+                yield batch[0]
 
-    async def batches(self, limit: int = 256) -> AsyncIterator[list[Step]]:
+    async def batches(self, limit: int = 256) -> AsyncGenerator[list[Step], None]:
         """Yield what :meth:`steps` does, by as many as there are: one at least, ``limit`` at most.
 
         For whoever answers many at once, as a model does.
@@ -281,9 +311,9 @@ class RolloutGroup:
 
     async def _read(self, shard: str) -> None:
         subject = subjects.group(self._channel.project, shard, "next")
-        epoch, after, failing_since = "", 0, 0.0
+        window, epoch, after, failing_since = self._windows[shard], "", 0, 0.0
         while True:
-            room = await self._until_room()
+            room = await window.until_room()
             asked = NextSteps(
                 group=self.name,
                 fence=self.fence,
@@ -304,26 +334,20 @@ class RolloutGroup:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             epoch, after, failing_since = batch.epoch, batch.after, 0.0
-            self._take(batch.steps)
+            self._take(batch.steps, window)
             if not batch.open_rollouts:
                 self._reading -= 1
                 self._came.set()
                 return
 
-    async def _until_room(self) -> int:
-        while self._held >= self._window:
-            self._room.clear()
-            await self._room.wait()
-        return self._window - self._held
-
-    def _take(self, steps: Sequence[GroupStep]) -> None:
+    def _take(self, steps: Sequence[GroupStep], window: _Window) -> None:
         for sent in steps:
             known = self._by_local.get(sent.local)
             # A new owner of the shard sends again what is not answered yet, some of it held here.
             if known is None or sent.seq <= self._seen.get(sent.local, 0):
                 continue
             self._seen[sent.local] = sent.seq
-            self._held += 1
+            window.held += 1
             self._ready.append(Step(self, known[0], known[1], sent))
         if self._ready:
             self._came.set()
@@ -350,17 +374,13 @@ class RolloutGroup:
                 done=reply.done,
             )
             future = self._answers[shard].give(answer)
-            future.add_done_callback(self._answered)
+            future.add_done_callback(self._windows[shard].answered)
             futures.append(future)
         outcomes = [await future for future in futures]
         for error in outcomes:
             if error is not None and is_fenced(error):
                 raise error
         return outcomes
-
-    def _answered(self, _outcome: asyncio.Future[DsecError | None]) -> None:
-        self._held -= 1
-        self._room.set()
 
 
 def _parts(tasks: Sequence[Any]) -> Iterator[tuple[GroupTask, ...]]:

@@ -134,6 +134,9 @@ class Drafts:
         group = self.contents.groups.get((project, name))
         return max(self._fences.get((project, name), 0), 0 if group is None else group.fence)
 
+    def _is_known(self, project: str, name: str) -> bool:
+        return (project, name) in self._fences or (project, name) in self.contents.groups
+
     def _set_fence(self, asked: GroupTakeAsked | GroupOpenAsked, fence: int) -> GroupTaken:
         self._fences[asked.project, asked.group] = fence
         return GroupTaken(
@@ -152,11 +155,11 @@ class Drafts:
 
     def _open_group(self, asked: GroupOpenAsked) -> tuple[list[Record], Message]:
         known = self._fence(asked.project, asked.group)
-        if asked.fence < known:
+        if 0 < asked.fence < known:
             raise fenced(asked.group, asked.fence, known)
         fresh = [task for task in asked.tasks if self._is_fresh(asked, task)]
         records: list[Record] = []
-        if asked.fence > known:
+        if asked.fence > known or not self._is_known(asked.project, asked.group):
             records.append(self._set_fence(asked, asked.fence))
         for task in fresh:
             begun = RolloutBegun(
@@ -213,7 +216,7 @@ def need_fence(asked: AnswersAsked | StepsAsked, newest: int, shard: str) -> Non
     Raises:
         DsecError: ``conflict`` when another trainer is newer; ``not_found`` without such a group.
     """
-    if asked.fence < newest:
+    if asked.fence < max(newest, 1):  # 0 opens rollouts, and is nobody's number
         raise fenced(asked.group, asked.fence, newest)
     if asked.fence > newest:
         raise group_unknown(asked.group, shard)

@@ -29,7 +29,10 @@ class GroupTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenGroup(Message, frozen=True, kw_only=True):
-    """Trainer: open the rollouts of some tasks. The same group and index is the same rollout."""
+    """Trainer: open the rollouts of some tasks. The same group and index is the same rollout.
+
+    ``fence`` 0 opens or finds them for whoever is, or will be, the group's trainer.
+    """
 
     group: str
     fence: int

@@ -22,7 +22,7 @@ from dsec_common.bus import Bus, BusConfig
 from dsec_common.clock import SystemClock
 from dsec_common.errors import not_found
 from dsec_common.logging import configure_logging
-from dsec_common.wire.agent import GovernNode
+from dsec_common.wire.agent_node import GovernNode
 from dsec_common.wire.network import NetworkInfo, NetworkPhase, NetworkPolicy
 from dsec_common.wire.node import NodeHeartbeat, Resources
 from dsec_common.wire.sandbox import Limits, SandboxState

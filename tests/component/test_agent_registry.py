@@ -28,19 +28,21 @@ from dsec_common.wire.agent import (
     AgentList,
     AgentPolicy,
     AgentRolledBack,
+    ListAgents,
+    PackagePieceKept,
+    RegisterAgent,
+    UploadPackage,
+    VersionState,
+    shard_of,
+)
+from dsec_common.wire.agent_node import (
     AgentRules,
     GovernNode,
     InstanceEnded,
     InstancesReported,
     InstanceStarted,
-    ListAgents,
     NodeGoverned,
-    PackagePieceKept,
-    RegisterAgent,
     ReportInstances,
-    UploadPackage,
-    VersionState,
-    shard_of,
 )
 from dsec_scheduler.agents import changes
 from dsec_scheduler.agents.records import AgentRecord, ShardRecord

@@ -12,14 +12,12 @@ from dsec_common.wire.agent import (
     AGENT_SOCKET,
     NETWORK_ACCESS,
     AgentPolicy,
-    AgentRules,
     AgentUpdate,
-    InstanceEnded,
-    InstanceStarted,
     RegisterAgent,
     VersionState,
     shard_of,
 )
+from dsec_common.wire.agent_node import AgentRules, InstanceEnded, InstanceStarted
 from dsec_sandboxd.governance import merged, only_pins
 from dsec_scheduler.agents import changes, shards
 from dsec_scheduler.agents.records import AgentRecord, InstanceRecord, Outcome, ShardRecord

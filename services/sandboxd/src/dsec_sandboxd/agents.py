@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.bus_types import Request
-from dsec_common.wire.agent import GovernNode
+from dsec_common.wire.agent_node import GovernNode
 from dsec_common.wire.consistency import SynchroniseInstance
 from dsec_common.wire.node import PlaceSandbox
 from dsec_common.wire.sandbox import SandboxCreated

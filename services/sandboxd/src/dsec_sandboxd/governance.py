@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from dsec_common.wire.agent import AgentPolicy, AgentRules
+from dsec_common.wire.agent import AgentPolicy
+from dsec_common.wire.agent_node import AgentRules
 from dsec_sandboxd.records import SandboxRecord
 
 

@@ -15,15 +15,8 @@ import structlog
 
 from dsec_common.bus_types import Request
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.wire.agent import (
-    AGENT_SOCKET,
-    AgentPolicy,
-    AgentRules,
-    GovernNode,
-    NodeGoverned,
-    Refusal,
-    check_policy,
-)
+from dsec_common.wire.agent import AGENT_SOCKET, AgentPolicy, Refusal, check_policy
+from dsec_common.wire.agent_node import AgentRules, GovernNode, NodeGoverned
 from dsec_common.wire.network import NetworkInfo, NetworkPolicy
 from dsec_common.wire.node import PlaceSandbox
 from dsec_common.wire.sandbox import SandboxState

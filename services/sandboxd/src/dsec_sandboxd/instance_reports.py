@@ -16,7 +16,7 @@ from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError
-from dsec_common.wire.agent import (
+from dsec_common.wire.agent_node import (
     InstanceEnded,
     InstancesReported,
     InstanceStarted,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dsec_common.compute.model import CardMode, Slice
-from dsec_common.wire.agent import AgentRules
+from dsec_common.wire.agent_node import AgentRules
 from dsec_common.wire.base import JSON, Message
 from dsec_common.wire.sandbox import LISTING_PAGE_BYTES, CreateSandbox, SandboxInfo, SandboxState
 

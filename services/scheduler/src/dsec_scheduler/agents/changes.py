@@ -19,7 +19,6 @@ from dsec_common.wire.agent import (
     ACTIVE,
     PACKAGE_MAX_BYTES,
     AgentPolicy,
-    AgentRules,
     AgentUpdate,
     RegisterAgent,
     VersionState,
@@ -27,6 +26,7 @@ from dsec_common.wire.agent import (
     validate_name,
     validate_version,
 )
+from dsec_common.wire.agent_node import AgentRules
 from dsec_common.wire.base import new_id
 from dsec_scheduler.agents.records import AgentRecord, Outcome, RolloutRecord, VersionRecord
 

@@ -19,18 +19,15 @@ from dsec_common.bus import Bus
 from dsec_common.bus_types import Request
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.wire.agent import (
-    AgentRolledBack,
+from dsec_common.wire.agent import AgentRolledBack, Governed, Refusal, shard_of
+from dsec_common.wire.agent_node import (
     AgentRules,
-    Governed,
     GovernNode,
     InstanceEnded,
     InstancesReported,
     InstanceStarted,
     NodeGoverned,
-    Refusal,
     ReportInstances,
-    shard_of,
 )
 from dsec_scheduler.agents import changes, shards
 from dsec_scheduler.agents.records import AgentRecord, InstanceRecord, ShardRecord

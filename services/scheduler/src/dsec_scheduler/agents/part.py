@@ -15,11 +15,11 @@ from dsec_common.wire.agent import (
     PushPolicy,
     RegisterAgent,
     RemoveAgent,
-    ReportInstances,
     RevokePermission,
     UpdateAgents,
     UploadPackage,
 )
+from dsec_common.wire.agent_node import ReportInstances
 from dsec_scheduler.agents.door import AgentDoor
 from dsec_scheduler.agents.governor import Governor
 from dsec_scheduler.agents.packages import BUCKET, Packages

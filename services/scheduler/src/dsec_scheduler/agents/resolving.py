@@ -6,7 +6,7 @@ import msgspec
 
 from dsec_common.asdl.terms import under
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.wire.agent import AgentRules
+from dsec_common.wire.agent_node import AgentRules
 from dsec_common.wire.sandbox import CreateSandbox
 from dsec_scheduler.agents import changes
 from dsec_scheduler.agents.records import AgentRecord

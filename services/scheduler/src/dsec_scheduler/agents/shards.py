@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from dsec_common.wire.agent import InstanceEnded, InstanceStarted, shard_of
+from dsec_common.wire.agent import shard_of
+from dsec_common.wire.agent_node import InstanceEnded, InstanceStarted
 from dsec_scheduler.agents.records import AgentRecord, InstanceRecord, Outcome, ShardRecord
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 from prometheus_client import Counter, Gauge
@@ -15,3 +16,9 @@ REQUESTS: Final = Counter(
 FRAMES: Final = Counter("dsec_chronus_frames_total", "Frames by what became of them", ["outcome"])
 RECORDS: Final = Counter("dsec_chronus_records_total", "Records in durable frames")
 TAKEOVERS: Final = Counter("dsec_chronus_takeovers_total", "Shards taken, by success", ["outcome"])
+
+
+@cache
+def answered(verb: str, outcome: str) -> Counter:
+    """Return the counter of a kind of request: looking it up costs more than counting."""
+    return REQUESTS.labels(verb, outcome)

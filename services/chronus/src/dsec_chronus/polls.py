@@ -6,7 +6,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from dsec_chronus.events import Waiting
 from dsec_chronus.shares import Shares
@@ -15,8 +15,7 @@ PER_ROLLOUT_MAX: Final = 64
 """More than this wait on one rollout or group only when most of their callers are gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Poll:
+class Poll(NamedTuple):
     """One request that waits. ``deadline_s`` is monotonic."""
 
     asked: Waiting

@@ -7,8 +7,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, TypedDict, assert_never
+from typing import Any, Final, NamedTuple, TypedDict, assert_never
 
 import msgspec
 import structlog
@@ -87,8 +86,7 @@ def _of_node(request: Request[Any]) -> tuple[str, str]:
     return project, rollout_id.local
 
 
-@dataclass(frozen=True, slots=True)
-class _Caller:
+class _Caller(NamedTuple):
     """Who waits for an answer, and the story that it belongs to."""
 
     verb: str
@@ -391,7 +389,7 @@ class Shard:
             return
         current_traceparent.set(caller.traceparent)
         outcome = "ok" if isinstance(effect, Answer) else str(effect.error.code)
-        metrics.REQUESTS.labels(caller.verb, outcome).inc()
+        metrics.answered(caller.verb, outcome).inc()
         try:
             if isinstance(effect, Answer):
                 reply = msgspec.structs.replace(effect.reply, cause_id=caller.message_id)

@@ -170,8 +170,12 @@ class Episode:
             raise
         self.sandbox, self._steps, self.is_over = sandbox, 0, False
 
-    async def step(self, action: str) -> Outcome:
+    async def step(self, action: str, *, timeout_s: float | None = None) -> Outcome:
         """Run one command, or submit.
+
+        Args:
+            action: a command line, or the word that submits.
+            timeout_s: of the command, where that is less than the task allows.
 
         Raises:
             DsecError: ``conflict`` when no episode is under way; else the platform's. The episode
@@ -187,7 +191,7 @@ class Episode:
         turn = Turn(self._steps, action, None, is_last)
         try:
             if not submitted:
-                turn = await self._run(turn)
+                turn = await self._run(turn, timeout_s)
             judgement = await self._judged(turn)
         except DsecError as error:
             if error.code is not ErrorCode.OOM:
@@ -204,12 +208,15 @@ class Episode:
         if sandbox is not None:
             await sandbox.delete()
 
-    async def _run(self, turn: Turn) -> Turn:
+    async def _run(self, turn: Turn, timeout_s: float | None) -> Turn:
         assert self.sandbox is not None  # noqa: S101  looked at by step
+        allowed_s = self._task.command_timeout_s
         try:
             turn.action.encode()
             result = await self.sandbox.exec(
-                turn.action, cwd=self._task.cwd, timeout_s=self._task.command_timeout_s
+                turn.action,
+                cwd=self._task.cwd,
+                timeout_s=allowed_s if timeout_s is None else min(timeout_s, allowed_s),
             )
         except UnicodeEncodeError as error:
             return replace(turn, refused=str(error))

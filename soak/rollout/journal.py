@@ -152,7 +152,8 @@ class JournalAuditor:
         written.answers[record.seq] = record
 
     def _taken(self, shard: str, record: GroupTaken) -> None:
-        last = self._fences.get((shard, record.group), 0)
+        # A shard may know a group, by its tasks, before anyone is its trainer: number 0.
+        last = self._fences.get((shard, record.group), -1)
         if record.fence <= last:
             self._wrong(shard, f"{record.group} was taken as {record.fence} after {last}")
         self._fences[shard, record.group] = record.fence

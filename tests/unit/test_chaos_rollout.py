@@ -238,6 +238,13 @@ def test_an_owner_counts_its_frames_from_nothing(run: Run) -> None:
     assert "frame 1 came after 1" in run.found
 
 
+def test_a_shard_may_know_a_group_before_it_has_a_trainer(run: Run) -> None:
+    run.read(0, taken(0), taken(1))
+    assert run.found == ""
+    run.read(1, taken(0))
+    assert "chaos was taken as 0 after 1" in run.found
+
+
 def test_a_snapshot_that_says_otherwise_is_found(run: Run) -> None:
     run.read(0, BEGUN, reported(1), given(1))
     run.read(1, BEGUN, reported(1, "x"), given(1, answer(1, "x")), ENDED, snapshot=1)

@@ -88,11 +88,16 @@ class Trainers:
         self._number = 0
         self._newest: asyncio.subprocess.Process | None = None
         self._lives: set[asyncio.Task[None]] = set()
+        self._living: set[int] = set()
+        self._not_alone: set[int] = set()
 
     def start(self) -> None:
         """Start a trainer; if one lives, it takes over from it."""
         self._number += 1
         self._newest = None
+        self._living.add(self._number)
+        if len(self._living) > 1:
+            self._not_alone |= self._living
         life = asyncio.create_task(self._live(self._number), name=f"trainer {self._number}")
         self._lives.add(life)
 
@@ -131,10 +136,11 @@ class Trainers:
 
     def _ended(self, number: int, code: int) -> None:
         newest = number == self._number
+        self._living.discard(number)
         self._model.note(f"trainer {number} ended with {code}")
         if code == 0:
             self.finished.set()
-        elif code == FENCED and self.rivals:
+        elif code == FENCED and number in self._not_alone:
             self.fenced += 1
         elif code != _KILLED:
             self._model.violate(f"ended with {code}", f"trainer {number}")

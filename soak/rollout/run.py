@@ -294,10 +294,13 @@ async def _use(
     base = asyncio.create_task(_import_base(client))
     trainers.start()
     path = run.directory / ROLLOUTS
-    async with asyncio.timeout(_READY_S):
-        await base
-        while not path.exists():
-            await asyncio.sleep(_POLL_S)
+    try:
+        async with asyncio.timeout(_READY_S):
+            await base
+            while not path.exists():
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise unavailable(f"no base or no rollouts after {_READY_S:g} s") from None
     rollouts = msgspec.json.decode(path.read_bytes(), type=list[str])
     agents = await asyncio.gather(
         *(_start_agent(run, client, rollout, place) for place, rollout in enumerate(rollouts))
@@ -318,7 +321,8 @@ async def _use(
         run.model.note("nobody is killed any more")
         (run.directory / OVER).touch()
         await _come_to_an_end(run, parts, agents, trainers)
-        return [await _account(run, client, one) for one in agents]
+        accounts = [await _account(run, client, one) for one in agents]
+        return [account for account in accounts if account is not None]
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
@@ -375,21 +379,28 @@ async def _come_to_an_end(
                 run.wrong(f"its agent ended with {info.exit_code}: {output}", one.rollout)
 
 
-async def _account(run: _Run, client: DSecClient, one: _Agent) -> _Account:
-    """Return what an agent has done, and what the platform says of its rollout."""
-    applied = await one.sandbox.read_text(agent.APPLIED)
-    starts = await one.sandbox.read_text(agent.STARTS)
-    info = await client.rollouts.get(one.rollout).inspect()
-    await one.sandbox.delete()
+async def _account(run: _Run, client: DSecClient, one: _Agent) -> _Account | None:
+    """Return what an agent has done, and what the platform says of its rollout; None if lost."""
+    try:
+        applied = await one.sandbox.read_text(agent.APPLIED)
+        starts = await one.sandbox.read_text(agent.STARTS)
+        info = await client.rollouts.get(one.rollout).inspect()
+        await one.sandbox.delete()
+    except DsecError as error:
+        run.wrong(f"lost: {one.sandbox.id}: {error.code}: {error.message}", one.rollout)
+        return None
     run.died += len(starts.splitlines()) - 1
     return _Account(one.rollout, applied.splitlines(), info)
 
 
 async def _judge(run: _Run, watcher: Bus, accounts: Sequence[_Account], trainers: Trainers) -> None:
     """Hold what each says of the steps against the others."""
-    async with asyncio.timeout(_READY_S):
-        while not await run.auditor.read_on(watcher):
-            await asyncio.sleep(_POLL_S)
+    try:
+        async with asyncio.timeout(_READY_S):
+            while not await run.auditor.read_on(watcher):
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        run.wrong(f"cannot be read to its end within {_READY_S:g} s", "journal")
     written = run.auditor.rollouts
     if len(written) != run.options.agents:
         run.wrong(f"{len(written)} rollouts for {run.options.agents} tasks", "journal")

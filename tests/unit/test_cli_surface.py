@@ -70,6 +70,8 @@ def test_with_json_the_error_is_json_on_standard_error(tmp_path: Path) -> None:
         ("agent", "policy", "crawler", "--rate-limit", "agent_socket=fast"),
         ("agent", "policy", "crawler"),
         ("agent", "policy", "crawler", "--pause", "--clear"),
+        ("factory", "check", "leaky@1"),
+        ("factory", "build", "spec.yaml", "-n", "0"),
         ("up", "--nodes", "0"),
         ("up", "--log-level", "loud"),
         ("up", "--nats-port", "70000"),

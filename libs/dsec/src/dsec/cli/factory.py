@@ -165,7 +165,7 @@ def check(
     """Look through a layer or a directory; exit code 1, with file and reason, if it is refused."""
 
     async def work(output: Output) -> int:
-        from dsec.factory.building import check_layer, contents  # noqa: PLC0415  --help stays quick
+        from dsec.factory.checking import check_layer, contents  # noqa: PLC0415  --help stays quick
         from dsec.factory.credentials import FILES  # noqa: PLC0415  as above
         from dsec.factory.evidence import evidence_of, read_secrets  # noqa: PLC0415  as above
         from dsec.factory.leaks import look_through  # noqa: PLC0415  as above

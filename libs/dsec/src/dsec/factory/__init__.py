@@ -3,8 +3,9 @@
 See ``docs/factory.md``.
 """
 
-from dsec.factory.building import Environment, Hook, build_environment, check_layer
+from dsec.factory.building import Environment, Hook, build_environment
 from dsec.factory.bulk import build_many
+from dsec.factory.checking import check_layer
 from dsec.factory.errors import EnvironmentRefused, NotProven
 from dsec.factory.evidence import Evidence, evidence_of, read_secrets
 from dsec.factory.leaks import Finding, look_through

@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from dsec.factory.checking import contents
 from dsec.factory.credentials import FILES
 from dsec.factory.errors import EnvironmentRefused, NotProven
-from dsec.factory.evidence import Evidence, Secret, evidence_of, read_secrets
+from dsec.factory.evidence import Evidence, NoSecret, Secret, evidence_of, read_secrets
 from dsec.factory.leaks import Finding, look_through
-from dsec.factory.reading import content_at, read_layer
+from dsec.factory.reading import content_at, download_within, read_layer
 from dsec.factory.spec import Command, Item, Verify
 from dsec.factory.views import Bounds
 from dsec.recipes import carry_out
 from dsec_common.errors import DsecError, ErrorCode, not_found
+from dsec_common.wire.files import FileKind
 from dsec_common.wire.layer import LayerInfo, LayerKind
 
 if TYPE_CHECKING:
@@ -122,18 +124,31 @@ async def build_environment(
         CommandFailed: a command of the building failed.
         DsecError: as ``create_sandbox``, ``snapshot``, ``pack_diff`` and imports.
     """
-    evidence = await asyncio.to_thread(_evidence, item)
+    item = await pinned(client, item)
+    building = _Building(client, item, scratch, run, begin)
+    await building.sweep()
     if (standing := await _standing(client, f"{item.name}@{item.key}")) is not None:
         return await _made(client, item, standing, made=False)
-    return await _Building(client, item, scratch, run, begin).make(evidence, hook)
+    return await building.make(hook)
 
 
-def _evidence(item: Item) -> Evidence:
-    secrets: list[Secret] = []
-    for what, path in (("solution", item.solution), ("tests", item.tests)):
-        if path is not None:
-            secrets += read_secrets(what, path)
-    return evidence_of(secrets, item.spec.canaries)
+async def pinned(client: DSecClient, item: Item) -> Item:
+    """Return an item whose key is of its layers' content, too.
+
+    Raises:
+        DsecError: ``not_found`` for a layer that no store has.
+    """
+    if item.pinned:
+        return item
+    layers = {reference: await client.layers.inspect(reference) for reference in item.references()}
+    return item.pin(layers)
+
+
+def _evidence(secrets: dict[str, Path], canaries: tuple[str, ...]) -> Evidence:
+    found: list[Secret] = []
+    for what, path in secrets.items():
+        found += read_secrets(what, path)
+    return evidence_of(found, canaries)
 
 
 async def _standing(client: DSecClient, reference: str) -> LayerInfo | None:
@@ -147,11 +162,7 @@ async def _standing(client: DSecClient, reference: str) -> LayerInfo | None:
 
 async def _made(client: DSecClient, item: Item, layer: LayerInfo, *, made: bool) -> Environment:
     """Return what a published environment is; its tests and solution were published before it."""
-    beside = {
-        what: f"{item.name}-{what}@{item.key}"
-        for what, path in (("tests", item.tests), ("solution", item.solution))
-        if path is not None
-    }
+    beside = {what: f"{item.name}-{what}@{item.key}" for what in item.beside}
     for reference in beside.values():
         if not made and await _standing(client, reference) is None:
             raise not_found(
@@ -180,19 +191,29 @@ class _Building:
         self._client = client
         self._item = item
         self._spec = item.spec
+        self._scratch = scratch
         self._tree = scratch / "layer"
+        self._taken: set[str] = set()
+        self._known: dict[str, bytes] = {}
+        self._secrets = {
+            what: path
+            for what, path in (("solution", item.solution), ("tests", item.tests))
+            if path is not None
+        }
         self._begin = begin
         self._labels = {RUN_LABEL: run, KEY_LABEL: item.key}
         self._unchecked = f"unchecked-{run}-{item.key}"
 
-    async def make(self, evidence: Evidence, hook: Hook | None) -> Environment:
-        await self._sweep()
-        evidence = await self._less_known(evidence)
+    async def make(self, hook: Hook | None) -> Environment:
+        # What can be refused before anything is built is.
+        evidence = await self._less_known()
         snapshot = await self._build(hook)
         try:
             self._begin("pack")
             layer = await self._pack(snapshot, self._unchecked)
             try:
+                if self._taken:
+                    evidence = await self._less_written(layer)
                 await self._look_through(layer, evidence)
                 if self._spec.verify is not None:
                     await self._prove(self._spec.verify, layer)
@@ -210,7 +231,7 @@ class _Building:
             await snapshot.delete()
         return await _made(self._client, self._item, published, made=True)
 
-    async def _sweep(self) -> None:
+    async def sweep(self) -> None:
         """Remove what a build of this run and key left when it was killed."""
         for sandbox in await self._client.list_sandboxes(labels=self._labels):
             await self._client.sandbox(sandbox.sandbox_id).delete()
@@ -220,11 +241,26 @@ class _Building:
         if await _standing(self._client, reference) is not None:
             await self._client.layers.remove(reference)
 
-    async def _less_known(self, evidence: Evidence) -> Evidence:
-        """Take out what the task shows anyway: what its author lays where the solution goes."""
-        known: dict[str, bytes] = {}
-        async with await self._sandbox((), self._labels) as sandbox:
+    async def _less_written(self, layer: LayerInfo) -> Evidence:
+        """Return what to look for when who built the environment wrote its solution, too."""
+        try:
+            return await self._less_known(layer.reference)
+        except NoSecret as error:
+            secret = error.secret
+            found = Finding(path=secret.path, kind=secret.what, reason=error.message)
+            raise EnvironmentRefused(self._item.name, [found]) from None
+
+    async def _less_known(self, workspace: str = "") -> Evidence:
+        """Return what to look for, without what the author lays where the solution goes.
+
+        Who wrote a solution in the sandbox is the author of what lies there: ``workspace`` has it.
+        """
+        evidence = await asyncio.to_thread(_evidence, self._secrets, self._spec.canaries)
+        known = self._known
+        async with await self._sandbox((), self._labels, workspace) as sandbox:
             for secret in evidence.secrets:
+                if workspace and secret.what not in self._taken:
+                    continue  # it is known from before
                 path = secret.path
                 here = self._item.files and self._item.files / path.lstrip("/")
                 if here and here.is_file() and not here.is_symlink():
@@ -290,8 +326,26 @@ class _Building:
             if hook is not None:
                 self._begin("agent")
                 await self._interactive(hook, sandbox)
+            await self._take_out(sandbox)
             self._begin("snapshot")
             return await sandbox.snapshot(f"factory {item.name}@{item.key}", labels=self._labels)
+
+    async def _take_out(self, sandbox: Sandbox) -> None:
+        """Have here what the building left as solution and tests, and no longer there."""
+        build = self._spec.build
+        for what, path in (("solution", build.solution), ("tests", build.tests)):
+            if path is None:
+                continue
+            self._begin(f"take out {what}")
+            here = self._scratch / "taken" / what
+            await asyncio.to_thread(shutil.rmtree, here, ignore_errors=True)
+            found = await sandbox.stat(path)
+            if found.kind is not FileKind.DIRECTORY:
+                raise not_found(f"the building left a {found.kind} at {path}, and no directory")
+            await download_within(sandbox, path, here)
+            await sandbox.remove(path, recursive=True)
+            self._secrets[what] = here
+            self._taken.add(what)
 
     async def _interactive(self, hook: Hook, sandbox: Sandbox) -> None:
         timeout_s = self._spec.build.timeout_s
@@ -348,8 +402,8 @@ class _Building:
 
     async def _prove(self, verify: Verify, layer: LayerInfo) -> None:
         """Run the tests without the solution and with it, in sandboxes that no agent sees."""
-        tests = await self._publish("tests", self._item.tests)
-        solution = await self._publish("solution", self._item.solution)
+        tests = await self._publish("tests")
+        solution = await self._publish("solution")
         toolkits = (*verify.toolkits, *tests)
         self._begin("unsolved")
         async with self._trial(verify, layer, toolkits) as sandbox:
@@ -394,8 +448,9 @@ class _Building:
             timeout_s=verify.timeout_s,
         )
 
-    async def _publish(self, what: str, path: Path | None) -> tuple[str, ...]:
+    async def _publish(self, what: str) -> tuple[str, ...]:
         """Make a toolkit of a directory; again when a build was killed before it was of use."""
+        path = self._secrets.get(what)
         if path is None:
             return ()
         self._begin(what)
@@ -418,39 +473,3 @@ def _how(result: ExecResult) -> str:
     if result.exit_code is None:
         return f"were ended by signal {result.signal}"
     return f"end with {result.exit_code}"
-
-
-def contents(paths: Iterable[Path]) -> list[bytes]:
-    """Return what is in files, and in all files below directories; links are passed over."""
-    found = []
-    for path in paths:
-        files = [path] if path.is_file() else sorted(path.rglob("*"))
-        found += [file.read_bytes() for file in files if file.is_file() and not file.is_symlink()]
-    return found
-
-
-async def check_layer(
-    client: DSecClient,
-    reference: str,
-    evidence: Evidence,
-    scratch: Path,
-    *,
-    allow: tuple[str, ...] = (),
-) -> list[Finding]:
-    """Return why a layer may be no environment; of a base or toolkit, too.
-
-    What ``pack_diff`` leaves out is no finding here: a base has caches of its own.
-
-    Args:
-        client: connected.
-        reference: of the layer.
-        evidence: what must not be in it.
-        scratch: an empty directory of this machine.
-        allow: patterns of paths that are not looked into.
-
-    Raises:
-        DsecError: ``not_found``; as :func:`dsec.factory.reading.read_layer`.
-    """
-    tree = scratch / "layer"
-    await read_layer(client, await client.layers.inspect(reference), tree)
-    return await asyncio.to_thread(look_through, tree, evidence, residue=FILES, allow=allow)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsec.factory.building import Hook, build_environment
+from dsec.factory.building import Hook, build_environment, pinned
 from dsec.factory.spec import FactorySpec, item_of
 from dsec.factory.state import Failure, Outcome, State
 from dsec_common.errors import DsecError
@@ -61,6 +61,7 @@ async def build_many(
         key = ""
         try:
             item = await item_of(spec, directory, seed, scratch)
+            item = await pinned(client, item)
             key = item.key
             known = state.outcome(seed)
             if known and known.key == key and known.failed_for_good and not retry:

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from dsec.factory.views import plain
-from dsec_common.errors import invalid, not_found
+from dsec_common.errors import DsecError, ErrorCode, invalid, not_found
 
 #: Bytes, as :func:`plain` leaves them. Shorter ones stand in other files, too.
 BLOCK_BYTES_MIN: Final = 16
@@ -30,6 +30,24 @@ PIECES_MAX: Final = 400
 SECRET_BYTES_MAX: Final = 16 << 20
 _BLOCK_GAP: Final = re.compile(rb"\n\s*\n")
 _HEAD_BYTES: Final = 64
+_COMMENT_MARKS: Final = b"#/*;%!-<>"
+
+
+class NoSecret(DsecError):  # noqa: N818  what is looked for is at fault
+    """A file of solution or tests that is known already.
+
+    Args:
+        secret: the file.
+    """
+
+    def __init__(self, secret: Secret) -> None:
+        super().__init__(
+            ErrorCode.INVALID,
+            f"every line of {secret.path} of the {secret.what} stands at its place in the base, "
+            "the files or the environment, or is public",
+            details={"path": secret.path},
+        )
+        self.secret = secret
 
 
 class Secret(msgspec.Struct, frozen=True):
@@ -41,6 +59,7 @@ class Secret(msgspec.Struct, frozen=True):
         whole: all of it.
         blocks: its functions, classes and paragraphs; the name of each by its text.
         lines: those long enough to say something.
+        every_line: all that are not empty, without marks of comments.
     """
 
     what: str
@@ -48,6 +67,7 @@ class Secret(msgspec.Struct, frozen=True):
     whole: bytes
     blocks: dict[bytes, str]
     lines: tuple[bytes, ...]
+    every_line: frozenset[bytes] = frozenset()
 
     @property
     def lines_betray(self) -> int:
@@ -83,29 +103,27 @@ class Evidence(msgspec.Struct, frozen=True):
             public: texts that anybody may know.
 
         Raises:
-            DsecError: ``invalid`` for a file that is all known, or so much that the rest could not
-                be found again.
+            NoSecret: for a file of which every line is known, if only as a comment.
+            DsecError: ``invalid`` for a file of which the rest could not be found again.
         """
-        shown = plain(b"\n".join(public))
+        shown = b"\n".join(public)
         return msgspec.structs.replace(
             self,
             secrets=tuple(
-                self._less(secret, shown + plain(known.get(secret.path, b"")))
+                self._less(secret, shown + b"\n" + known.get(secret.path, b""))
                 for secret in self.secrets
             ),
         )
 
-    def _less(self, secret: Secret, open_text: bytes) -> Secret:
+    def _less(self, secret: Secret, shown: bytes) -> Secret:
+        open_text = plain(shown)
+        if secret.every_line and secret.every_line <= _bare_lines(shown):
+            raise NoSecret(secret)
         blocks = {text: name for text, name in secret.blocks.items() if text not in open_text}
         lines = tuple(line for line in secret.lines if line not in open_text)
         canary = any(canary in secret.whole for canary in self.canaries)
         if canary or not open_text:
             return msgspec.structs.replace(secret, blocks=blocks, lines=lines)
-        if secret.whole in open_text:
-            raise invalid(
-                f"all of {secret.path} of the {secret.what} is in the base, the files or what is "
-                "public: there it is no secret"
-            )
         if not blocks and not lines:
             raise invalid(
                 f"what {secret.path} of the {secret.what} has beside what is known is too short to "
@@ -159,7 +177,12 @@ def secret_of(what: str, path: str, data: bytes) -> Secret:
         whole=plain(data),
         blocks=blocks,
         lines=tuple(long_lines[:PIECES_MAX]),
+        every_line=_bare_lines(data),
     )
+
+
+def _bare_lines(data: bytes) -> frozenset[bytes]:
+    return frozenset({plain(line).lstrip(_COMMENT_MARKS) for line in data.splitlines()} - {b""})
 
 
 def _rank(text: bytes) -> tuple[int, bytes]:

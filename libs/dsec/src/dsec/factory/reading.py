@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 #: What every sandbox has of its own: never of a layer.
 _OWN: Final = frozenset({"proc", "dev", "sys"})
+_TIMEOUT_S: Final = 600.0
 _MARK: Final = ".dsec-factory"
 _EMPTY: Final = ("dsec-factory-nothing", "1")
 
 
-async def read_layer(
-    client: DSecClient, layer: LayerInfo, target: Path, *, timeout_s: float = 600.0
-) -> None:
+async def read_layer(client: DSecClient, layer: LayerInfo, target: Path) -> None:
     """Copy a layer's files to a new directory.
 
     They come out of a sandbox that has this layer and no program that would be run: its files are
@@ -34,7 +33,6 @@ async def read_layer(
         client: connected.
         layer: of any kind.
         target: is made.
-        timeout_s: for all of it.
 
     Raises:
         DsecError: as ``create_sandbox`` and ``download``; ``timeout``.
@@ -46,20 +44,30 @@ async def read_layer(
         making = client.create_sandbox(await _nothing(client), workspace=layer.reference)
     else:
         making = client.create_sandbox(await _nothing(client), toolkits=[layer.reference])
+    async with await making as sandbox:
+        for entry in await sandbox.list_directory("/"):
+            name = entry.path.rpartition("/")[2]
+            if name in _OWN or name == _MARK:
+                continue
+            here = target / name
+            if entry.kind is FileKind.SYMLINK:
+                here.symlink_to(entry.link_target)
+            elif entry.kind is not FileKind.OTHER:
+                await download_within(sandbox, f"/{name}", here)
+
+
+async def download_within(sandbox: Sandbox, path: str, here: Path) -> None:
+    """Copy a file or directory of whoever made it: a hole of a terabyte ends at a time.
+
+    Raises:
+        DsecError: as ``download``; ``timeout``.
+    """
     try:
-        async with asyncio.timeout(timeout_s), await making as sandbox:
-            for entry in await sandbox.list_directory("/"):
-                name = entry.path.rpartition("/")[2]
-                if name in _OWN or name == _MARK:
-                    continue
-                here = target / name
-                if entry.kind is FileKind.SYMLINK:
-                    here.symlink_to(entry.link_target)
-                elif entry.kind is not FileKind.OTHER:
-                    await sandbox.download(f"/{name}", here)
+        async with asyncio.timeout(_TIMEOUT_S):
+            await sandbox.download(path, here)
     except TimeoutError:
         raise DsecError(
-            ErrorCode.TIMEOUT, f"{layer.reference} could not be read within {timeout_s:g} s"
+            ErrorCode.TIMEOUT, f"{path} could not be read within {_TIMEOUT_S:g} s", retryable=False
         ) from None
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import stat as stat_bits
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -15,6 +16,7 @@ import msgspec
 from dsec.factory.patterns import matcher
 from dsec.recipes import Recipe, read_recipe
 from dsec_common.errors import DsecError, ErrorCode, invalid, not_found
+from dsec_common.wire.layer import LayerInfo
 from dsec_common.yaml_text import read_yaml
 
 SPEC_BYTES_MAX: Final = 1 << 20
@@ -30,6 +32,7 @@ Bytes = Annotated[int, msgspec.Meta(ge=1 << 20)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 #: With a seed behind it, it is the name of a layer.
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,39}$")]
+SandboxPath = Annotated[str, msgspec.Meta(pattern=r"^/[^/\0]+(/[^/\0]+)*$")]
 Command = Text | Annotated[tuple[Text, ...], msgspec.Meta(min_length=1)]
 """A line for the sandbox's ``/bin/sh``, or a program and its arguments."""
 
@@ -42,6 +45,9 @@ class Build(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         recipe: a file as ``dsec layer build`` takes it, for the spec's base; carried out first.
         script: a local file that the sandbox's ``/bin/sh`` is given.
         commands: one after the other; one that fails ends the building.
+        solution: a directory of the sandbox that the building leaves the solution in, as it is laid
+            over the root; it is taken out of the environment.
+        tests: likewise for the tests.
         env: variables of all of them, beside ``SEED``.
         network: what they may reach; nothing by default.
         user: who they run as.
@@ -55,6 +61,8 @@ class Build(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     recipe: str = ""
     script: str = ""
     commands: tuple[Command, ...] = ()
+    solution: SandboxPath | None = None
+    tests: SandboxPath | None = None
     env: dict[str, str] = {}
     network: str | dict[str, Any] | None = None
     user: str = ""
@@ -133,13 +141,15 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         spec: what it is of.
         seed: which one of it.
-        key: of the content of all that it is made of: equal keys, equal work.
+        key: of the content of all that it is made of: equal keys, equal work. That of the layers is
+            part of it once they are pinned.
         files: what is laid before the building; None for nothing.
         solution: what solves it; None for nothing.
         tests: what tests it; None for nothing.
         public: what anybody may know.
         script: the building's; None without.
         recipe: the building's; None without.
+        pinned: whether the layers are what they are named as now.
     """
 
     spec: FactorySpec
@@ -151,6 +161,52 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     public: tuple[Path, ...]
     script: Path | None
     recipe: Recipe | None
+    pinned: bool = False
+
+    def pin(self, layers: Mapping[str, LayerInfo]) -> Item:
+        """Return it with what its layers are: a tag that moves makes another environment.
+
+        Args:
+            layers: by each reference of the spec; tags become versions.
+        """
+        spec = self.spec
+        digest = hashlib.sha256(self.key.encode())
+        for reference in self.references():
+            digest.update(layers[reference].digest.encode())
+
+        def version(reference: str) -> str:
+            return layers[reference].reference if ":" in reference else reference
+
+        build = msgspec.structs.replace(
+            spec.build, toolkits=tuple(map(version, spec.build.toolkits))
+        )
+        verify = spec.verify and msgspec.structs.replace(
+            spec.verify, toolkits=tuple(map(version, spec.verify.toolkits))
+        )
+        return msgspec.structs.replace(
+            self,
+            spec=msgspec.structs.replace(
+                spec,
+                base=version(spec.base),
+                toolkits=tuple(map(version, spec.toolkits)),
+                build=build,
+                verify=verify,
+            ),
+            key=digest.hexdigest()[:_KEY_CHARACTERS],
+            pinned=True,
+        )
+
+    def references(self) -> list[str]:
+        """Return the layers that it names."""
+        verify = self.spec.verify.toolkits if self.spec.verify else ()
+        return [self.spec.base, *self.spec.toolkits, *self.spec.build.toolkits, *verify]
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Which of ``tests`` and ``solution`` are layers beside it."""
+        build = self.spec.build
+        given = {"tests": self.tests or build.tests, "solution": self.solution or build.solution}
+        return tuple(what for what, path in given.items() if path)
 
     @property
     def name(self) -> str:
@@ -184,13 +240,18 @@ def _check(spec: FactorySpec, source: str) -> None:
     build = spec.build
     if not (spec.template or spec.files or build.recipe or build.script or build.commands):
         raise invalid(f"{source}: nothing is built; give files, a template, or build")
-    solved = bool(spec.solution or (spec.verify and spec.verify.apply) or spec.template)
+    left = build.solution or build.tests
+    solved = bool(
+        spec.solution or build.solution or spec.template or (spec.verify and spec.verify.apply)
+    )
     if spec.verify is not None and not solved:
         raise invalid(
             f"{source}: verify needs a solution: a directory that is laid over the environment, or "
             "a command under verify.apply"
         )
-    if (spec.solution or spec.tests) and spec.verify is None:
+    if (spec.solution and build.solution) or (spec.tests and build.tests):
+        raise invalid(f"{source}: solution and tests are either given, or what the building leaves")
+    if (spec.solution or spec.tests or left) and spec.verify is None:
         raise invalid(
             f"{source}: there is no verify; say by which command the environment is proven to be "
             "unsolved without the solution and solved with it"
@@ -231,7 +292,9 @@ async def item_of(spec: FactorySpec, directory: Path, seed: int, scratch: Path) 
     }
     if spec.verify is None and (paths["solution"] or paths["tests"]):
         raise invalid("the template wrote a solution or tests; say under verify how they are used")
-    if spec.verify is not None and paths["solution"] is None and not spec.verify.apply:
+    if spec.verify is not None and not (
+        paths["solution"] or spec.build.solution or spec.verify.apply
+    ):
         raise invalid(f"the template wrote no solution for seed {seed}; verify needs one")
     public = tuple(found for given in spec.public if (found := _there("public", directory, given)))
     key = await asyncio.to_thread(_key, spec, seed, paths, public, recipe)

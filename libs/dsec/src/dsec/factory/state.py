@@ -16,8 +16,9 @@ from typing import Final, Self
 import msgspec
 
 from dsec.factory.building import Environment
-from dsec.factory.errors import EnvironmentRefused
+from dsec.factory.errors import EnvironmentRefused, NotProven
 from dsec.factory.leaks import Finding
+from dsec.results import CommandFailed
 from dsec_common.errors import DsecError, ErrorCode, invalid
 from dsec_common.wire.base import new_id
 
@@ -31,7 +32,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         code: of the error.
         message: what failed and where.
-        retryable: whether the same may succeed later.
+        retryable: whether the same may succeed later: False where the item is at fault.
         findings: of an environment that was refused.
     """
 
@@ -43,9 +44,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, error: DsecError) -> Self:
         """Return what is kept of an error."""
-        findings = error.findings if isinstance(error, EnvironmentRefused) else ()
         return cls(
-            code=error.code, message=error.message, retryable=error.retryable, findings=findings
+            code=error.code,
+            message=error.message,
+            retryable=not isinstance(error, EnvironmentRefused | NotProven | CommandFailed),
+            findings=error.findings if isinstance(error, EnvironmentRefused) else (),
         )
 
 

@@ -23,6 +23,7 @@ from dsec_common.bus_types import Request
 from dsec_common.compute.consistency import required_version_ms
 from dsec_common.consistency import keep_consistent
 from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
+from dsec_common.fair_places import FairPlaces
 from dsec_common.subjects import validate_local
 from dsec_common.wire.consistency import InstanceState, InstanceSynchronised, SynchroniseInstance
 from dsec_common.wire.sandbox import InspectSandbox, SandboxInfo, SandboxState
@@ -88,7 +89,7 @@ class Consistency:
         self._database = database
         self._kept: dict[str, KeptState] = {}
         self._turns: dict[str, asyncio.Lock] = {}
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._places = FairPlaces(_AT_ONCE)
         self._put_back: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -180,7 +181,7 @@ class Consistency:
                 if kept.error and not asked.again and _required_ms(asked) <= kept.required_ms:
                     return
             instance = _Instance(self, record, asked)
-            async with self._places:
+            async with self._places.place(record.project):
                 try:
                     await keep_consistent(
                         instance,

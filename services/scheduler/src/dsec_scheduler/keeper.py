@@ -19,6 +19,7 @@ from dsec_common.bus import Bus, KeyValue
 from dsec_common.bus_types import Request
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError, ErrorCode, invalid, not_found
+from dsec_common.fair_places import FairPlaces
 from dsec_common.retry import until_available
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.agent import validate_name
@@ -80,7 +81,7 @@ class Keeper:
         self._known: dict[str, dict[str, int]] = {}
         self._settled: dict[str, dict[str, int]] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._places = FairPlaces(_AT_ONCE)
         self._changed = asyncio.Event()
 
     @classmethod
@@ -255,7 +256,7 @@ class Keeper:
     async def _bring_up(self, project: str, one: InstanceBehind) -> None:
         known = self._known.get(project)
         try:
-            async with self._places:
+            async with self._places.place(project):
                 state = await self._ask(project, one)
             if state.error:
                 _log.warning("instance_stands_still", sandbox=one.sandbox_id, error=state.error)

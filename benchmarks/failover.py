@@ -149,7 +149,8 @@ async def measure(nats: NatsForTests, directory: Path, rounds: int) -> tuple[lis
                 doomed = owners.pop(0)
                 killed_at = time.monotonic()
                 doomed.kill()
-                taken.append(await first_step_of_each_after(agents, killed_at))
+                async with asyncio.timeout(_WAIT_S):
+                    taken.append(await first_step_of_each_after(agents, killed_at))
                 owners.append(await processes.enter_async_context(chronus(nats, directory)))
             for agent in agents:
                 agent.stopping = True

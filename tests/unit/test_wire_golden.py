@@ -20,6 +20,7 @@ import pytest
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire import (
     agent,
+    agent_node,
     base,
     consistency,
     cost,
@@ -45,6 +46,7 @@ from dsec_common.wire.base import JSON, MSGPACK, Message
 GOLDEN = Path(__file__).parent / "golden"
 MODULES = (
     agent,
+    agent_node,
     dag,
     base,
     consistency,

@@ -44,6 +44,15 @@ class Part:
             self._killed = True
             self._model.killed(self.spec.name)
 
+    def stall(self, for_s: float) -> bool:
+        """Let its process stand still for so long; return whether there was one."""
+        identity = self._child.identity if self._child is not None else None
+        if identity is None or not identity.signal(signal.SIGSTOP):
+            return False
+        self._model.note(f"{self.spec.name} stands still for {for_s:g} s")
+        asyncio.get_running_loop().call_later(for_s, identity.signal, signal.SIGCONT)
+        return True
+
     async def run(self) -> None:
         """Keep it running until cancelled, then stop it in order."""
         while True:

@@ -1,10 +1,10 @@
 """Chaos in rollouts: ``python -m soak.rollout [--seed N] [--seconds N] [--json]``, as root.
 
 Trainers, Chronus, node daemons, NATS and the agents themselves are killed with SIGKILL at random
-while agents step in sandboxes; now and then a second trainer takes over from one that lives. In the
-end the journal, the agents' effects, the trainers' ledgers and the platform's figures must tell of
-the same steps, each once. It exits with 0 when that is so, with 1 when it is not, with 2 when
-nothing could be started.
+while agents step in sandboxes; now and then a second trainer takes over from one that lives, or a
+Chronus stands still for longer than its lease. In the end the journal, the agents' effects, the
+trainers' ledgers and the platform's figures must tell of the same steps, each once. It exits with 0
+when that is so, with 1 when it is not, with 2 when nothing could be started.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tell(summary: Summary) -> None:
     told = ", ".join(f"{key} {summary.kills[key]}" for key in sorted(summary.kills))
     print(f"kills: {told or 'none'}; agents that killed themselves: {summary.agents_died}")
+    print(f"stalls of a Chronus: {summary.stalls}")
     print(f"trainers: {summary.rivals} rivals started, {summary.fenced} fenced off")
     print(f"steps: {summary.steps}, of which {summary.seen_again} came to trainers again")
     print(

@@ -18,10 +18,13 @@ from dsec_common.embedded.nats import NatsServer
 from dsec_common.errors import DsecError
 from dsec_common.processes import wait_exit
 from soak.control.model import Model
+from soak.control.parts import Part
 from soak.rollout.trainer import FENCED, Settings
 
-#: How often each kind is chosen, and that a second trainer starts while the first lives.
-_WEIGHTS: Final = {"trainer": 3, "rival": 1, "chronus": 3, "sandboxd": 3, "nats": 1}
+#: How often each kind is chosen, that a second trainer starts while the first lives, and that a
+#: Chronus stands still for longer than its lease: others own its shards when it goes on.
+_WEIGHTS: Final = {"trainer": 3, "rival": 1, "chronus": 3, "stall": 1, "sandboxd": 3, "nats": 1}
+_STALL_S: Final = (2.0, 6.0)
 #: How often two are killed at the same moment.
 _TWO: Final = 0.2
 #: A part that will not live is tried again after this long.
@@ -163,12 +166,24 @@ class Trainers:
 
 
 class Chaos:
-    """Kills parts until it is cancelled."""
+    """Kills parts until it is cancelled.
+
+    Attributes:
+        stalls: how often a Chronus was made to stand still.
+    """
 
     def __init__(
-        self, parts: Sequence[Killable], trainers: Trainers, *, seed: int, every_s: float
+        self,
+        services: Sequence[Part],
+        nats: NatsPart,
+        trainers: Trainers,
+        *,
+        seed: int,
+        every_s: float,
     ) -> None:
-        self._parts = [*parts, trainers]
+        self.stalls = 0
+        self._services = services
+        self._parts: list[Killable] = [*services, nats, trainers]
         self._trainers = trainers
         self._every_s = every_s
         self._random = random.Random(f"{seed} chaos")  # noqa: S311  to be repeated
@@ -184,6 +199,9 @@ class Chaos:
         kind = self._random.choices([*_WEIGHTS], weights=[*_WEIGHTS.values()])[0]
         if kind == "rival":
             self._trainers.rival()
+        elif kind == "stall":
+            part = self._random.choice([part for part in self._services if part.kind == "chronus"])
+            self.stalls += part.stall(self._random.uniform(*_STALL_S))
         else:
             self._random.choice([part for part in self._parts if part.kind == kind]).kill()
 

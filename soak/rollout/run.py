@@ -31,7 +31,7 @@ from soak.rollout import agent, effects
 from soak.rollout.checker import check_ledgers, check_rollout
 from soak.rollout.journal import JournalAuditor, Written
 from soak.rollout.ledger import read_all
-from soak.rollout.parts import Chaos, Killable, NatsPart, Trainers, kinds
+from soak.rollout.parts import Chaos, NatsPart, Trainers, kinds
 from soak.rollout.trainer import OVER, ROLLOUTS, Settings
 
 _READY_S: Final = 90.0
@@ -74,6 +74,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         agents_died: how often an agent was killed and started again.
         rivals: trainers that were started while another lived.
         fenced: trainers that were told of a newer one.
+        stalls: how often a Chronus stood still for about as long as its lease, or longer.
         owners: how often a shard of the journal got an owner.
         unseen: frames that a snapshot replaced before they were read.
         history: what happened last before something was violated for the first time.
@@ -87,6 +88,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     agents_died: int
     rivals: int
     fenced: int
+    stalls: int
     owners: int
     frames: int
     unseen: int
@@ -125,6 +127,7 @@ class _Run:
         self.auditor = JournalAuditor(self.model)
         self.steps = 0
         self.died = 0
+        self.stalls = 0
         self.seen_again = 0
 
     def wrong(self, what: str, who: str) -> None:
@@ -191,6 +194,7 @@ def _summary(run: _Run, trainers: Trainers) -> Summary:
         agents_died=run.died,
         rivals=trainers.rivals,
         fenced=trainers.fenced,
+        stalls=run.stalls,
         owners=run.auditor.owners,
         frames=run.auditor.frames,
         unseen=run.auditor.unseen,
@@ -306,16 +310,15 @@ async def _use(
         *(_start_agent(run, client, rollout, place) for place, rollout in enumerate(rollouts))
     )
     nats = NatsPart(server, run.model)
-    victims: list[Killable] = [
-        *(part for part in parts if part.kind in {SANDBOXD, "chronus"}),
-        nats,
-    ]
-    killing = Chaos(victims, trainers, seed=run.options.seed, every_s=run.options.kill_every_s)
+    victims = [part for part in parts if part.kind in {SANDBOXD, "chronus"}]
+    every_s = run.options.kill_every_s
+    killing = Chaos(victims, nats, trainers, seed=run.options.seed, every_s=every_s)
     keeping = asyncio.create_task(nats.run(), name="nats")
     try:
-        if run.options.kill_every_s > 0:
+        if every_s > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(killing.run(), run.options.seconds)
+            run.stalls = killing.stalls
         else:
             await asyncio.sleep(run.options.seconds)
         run.model.note("nobody is killed any more")

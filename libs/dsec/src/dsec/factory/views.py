@@ -43,6 +43,7 @@ _ESCAPED: Final = re.compile(rb"\\x[0-9A-Fa-f]{2}|\\u00[0-9A-Fa-f]{2}|%[0-9A-Fa-
 _BETWEEN: Final = re.compile(rb"[\"'][\s,+.;\\]*[\"']|[\s,]+")
 _URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 _WIDE_SHARE: Final = 8
+_STREAMS_MAX: Final = 4096
 _PIECE_BYTES: Final = 1 << 16
 _DAMAGED: Final = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
 _GZIP: Final = 31  # what zlib calls a gzip stream
@@ -106,7 +107,8 @@ class _Unfolding:
         self._bounds = bounds
         self._wide = wide
         self._left = bounds.unfolded_bytes
-        self._behind = b""
+        #: Bytes of the last stream, if it had an end.
+        self._used = 0
 
     def views(self, data: bytes, how: tuple[str, ...] = ()) -> Iterator[View]:
         yield View(how, data)
@@ -142,6 +144,7 @@ class _Unfolding:
         for magic, (name, unpack) in _MAGICS.items():
             if data.startswith(magic):
                 yield from ((name, inner) for inner in unpack(self, data))
+        yield from self._within(data)
         if _is_zlib(data):
             yield from (("zlib", inner) for inner in self._zlib(data))
         if _ZIP_MEMBER in data:
@@ -149,41 +152,59 @@ class _Unfolding:
         if _is_tar(data):
             yield from self._tar(data)
 
-    def _inflated(self, make: Callable[[], Any], data: bytes) -> bytes:
+    def _inflated(self, make: Callable[[], Any], data: bytes | memoryview) -> bytes:
         """Return what a decompressor makes of data; what is there before a fault, too."""
         inner = bytearray()
         inflater = make()
-        pieces = [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
-        for at, piece in enumerate(pieces):
+        self._used = 0
+        for at in range(0, len(data), _PIECE_BYTES):
+            piece = data[at : at + _PIECE_BYTES]
             try:
                 self._inflate(inflater, piece, inner)
             except _DAMAGED:
-                # What a fault takes with it is had byte by byte: a false checksum hides nothing.
-                inner = bytearray()
-                with contextlib.suppress(*_DAMAGED):
-                    inflater = make()
-                    for whole in pieces[:at]:
-                        self._inflate(inflater, whole, inner)
-                    for place in range(len(piece)):
-                        self._inflate(inflater, piece[place : place + 1], inner)
-                break
+                return self._before_fault(make, data[: at + _PIECE_BYTES], at)
             if inflater.eof:
-                self._behind = inflater.unused_data + b"".join(pieces[at + 1 :])
-                return bytes(inner)
-        self._behind = b""
+                self._used = at + len(piece) - len(inflater.unused_data)
+                break
         return bytes(inner)
 
-    def _inflate(self, inflater: Any, piece: bytes, inner: bytearray) -> None:
+    def _before_fault(self, make: Callable[[], Any], data: bytes | memoryview, last: int) -> bytes:
+        """Return what comes before a fault in the last piece: a false checksum hides nothing."""
+        inner = bytearray()
+        inflater = make()
+        with contextlib.suppress(*_DAMAGED):
+            for at in range(0, last, _PIECE_BYTES):
+                self._inflate(inflater, data[at : at + _PIECE_BYTES], inner)
+            for at in range(last, len(data)):
+                self._inflate(inflater, data[at : at + 1], inner)
+        return bytes(inner)
+
+    def _inflate(self, inflater: Any, piece: bytes | memoryview, inner: bytearray) -> None:
         limit = min(self._left, self._bounds.file_bytes) + 1
         inner += inflater.decompress(piece, limit - len(inner))
         if len(inner) >= limit:
             raise _TooMuch(f"a part of it unfolds to more than {limit - 1} bytes")
 
+    def _within(self, data: bytes) -> Iterator[tuple[str, bytes]]:
+        """Yield the streams that begin behind other content; most of what looks so is none."""
+        seen = memoryview(data)
+        for name, mark, back, make in _STREAMS:
+            at = data.find(mark, 1 + back)
+            for _ in range(_STREAMS_MAX):
+                if at < 0:
+                    break
+                if inner := self._inflated(make, seen[at - back :]):
+                    yield name, inner
+                # What has no proper end may be there to hide the next.
+                at = data.find(mark, max(at - back + self._used, at + 1))
+            if at >= 0:
+                raise _TooMuch(f"more than {_STREAMS_MAX} places where {name} may begin")
+
     def _members(self, make: Callable[[], Any], data: bytes) -> Iterator[bytes]:
         """Yield streams that stand one behind the other, as ``cat a.gz b.gz`` leaves them."""
         while data:
             yield self._inflated(make, data)
-            data = self._behind
+            data = data[self._used :] if self._used else b""
 
     def _gzip(self, data: bytes) -> Iterator[bytes]:
         yield b"".join(self._members(lambda: zlib.decompressobj(_GZIP), data))
@@ -287,6 +308,13 @@ _MAGICS: Final[dict[bytes, tuple[str, Callable[[_Unfolding, bytes], Iterator[byt
     b"\x28\xb5\x2f\xfd": ("zstandard", _Unfolding._zstd),  # noqa: SLF001  as above
     PACK_MAGIC + b"\0\0\0": ("git pack", _Unfolding._pack),  # noqa: SLF001  as above
 }
+
+
+_STREAMS: Final[tuple[tuple[str, bytes, int, Callable[[], Any]], ...]] = (
+    ("gzip", b"\x1f\x8b\x08", 0, lambda: zlib.decompressobj(_GZIP)),
+    ("bzip2", b"1AY&SY", 4, bz2.BZ2Decompressor),  # "BZh9" is before it
+    ("xz", b"\xfd7zXZ\x00", 0, lzma.LZMADecompressor),
+)
 
 
 def _is_zlib(data: bytes) -> bool:

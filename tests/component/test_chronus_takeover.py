@@ -20,13 +20,19 @@ from chronus_parties import (
     chronus_service,
     open_rollout,
 )
+from dsec.channel import Channel
+from dsec.rollouts import Rollouts
 from dsec_chronus.effects import WriteFrame
 from dsec_chronus.journal import FencedError, Journal, journal_stream
 from dsec_chronus.records import RolloutEnded
 from dsec_chronus.service import ChronusService
+from dsec_chronus.shard import Shard
+from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.clock import SystemClock
+from dsec_common.subjects import ScopedId
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
+from dsec_common.wire.rollout import InspectRollout, RolloutInfo
 
 STEPS = 60
 
@@ -106,6 +112,33 @@ async def test_shards_move_to_a_newcomer_and_back_without_a_step_lost(nats: Nats
             await owns(first, 4)
             await reached(seen[0], STEPS)
         await owns(first, 8)
+
+
+async def test_a_shard_that_is_lost_while_it_is_read_leaves_nobody_who_answers_for_it(
+    nats: NatsForTests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[Shard] = []
+    start = Shard.start
+
+    async def start_and_lose(shard: Shard) -> None:
+        await start(shard)
+        if not lost:
+            lost.append(shard)
+            shard._on_end(FencedError("lost meanwhile"))
+            await asyncio.sleep(0.2)  # until it is given up
+
+    monkeypatch.setattr(Shard, "start", start_and_lose)
+    async with chronus_service(nats, shards=1) as chronus, nats.project() as bus:
+        await owns(chronus, 1)
+        rollouts = Rollouts(Channel(bus, "default"))
+        rollout = await rollouts.open()
+        assert chronus._shards["s0"] is not lost[0]
+        for _ in range(20):
+            await bus.request(
+                subjects.rollout("default", ScopedId.parse(rollout.id), "inspect"),
+                InspectRollout(),
+                RolloutInfo,
+            )
 
 
 async def test_rollouts_go_on_after_nats_is_killed(nats: NatsForTests) -> None:

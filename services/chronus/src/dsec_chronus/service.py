@@ -218,6 +218,10 @@ class ChronusService(Service[ChronusConfig]):
         except BaseException:
             await shard.abandon()
             raise
+        if self._held.get(held.shard) is not held:
+            # Let go of while it was read; whoever has it now must be the only one to answer.
+            await shard.abandon()
+            raise FencedError(f"{held.shard} was lost while it was read")
         self._shards[held.shard] = shard
         log.info("took a shard", shard=held.shard, rollouts=shard.core.rollouts)
 

@@ -110,7 +110,7 @@ security: $(STAMP)  ## What an attacker tries (as root)
 .PHONY: inspect
 inspect: $(STAMP)  ## Inspect AI's own conformance checks, and an evaluation, on DSec sandboxes (as root)
 	DSEC_TESTS_MAY_NOT_SKIP=1 $(PYTHON) -m pytest -q \
-		tests/e2e/test_inspect_checks.py tests/e2e/test_inspect_eval.py
+		tests/e2e/test_inspect_checks.py tests/e2e/test_inspect_eval.py tests/e2e/test_inspect_bridge.py
 
 .PHONY: test
 test: check  ## All that CI checks (installs what only tests need)

@@ -206,6 +206,61 @@ async def test_an_agent_works_in_the_sandbox_by_a_hook(
             assert await sandbox.read_text("/app/seed") == "4\n"
 
 
+def fix_and_reset(directory: Path) -> None:
+    """Make a repository of a directory, commit the fix, and reset it away."""
+
+    def git(*words: str) -> None:
+        named = ("git", "-c", "user.name=n", "-c", "user.email=e@x", "-C", str(directory))
+        subprocess.run([*named, *words], check=True)
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "begin")
+    (directory / "sums.py").write_text(FIXED)
+    git("commit", "-qam", "fix")
+    git("reset", "-q", "--hard", "HEAD~1")
+
+
+async def test_a_repository_with_the_fix_in_its_past_is_left_out_or_refused(
+    stack: Stack, base: str, tmp_path: Path
+) -> None:
+    spec = write_task(tmp_path, "repo", base)
+    fix_and_reset(tmp_path / "files/app")
+    text = spec.read_text()
+    async with stack.client() as client:
+        spec.write_text(text + "git: keep\n")
+        item = await item_from(spec, tmp_path / "scratch")
+        with pytest.raises(EnvironmentRefused, match=r"/app/\.git/objects/.*all of") as caught:
+            await build_environment(client, item, tmp_path / "scratch")
+        assert {finding.kind for finding in caught.value.findings} == {"solution"}
+        spec.write_text(text)
+        item = await item_from(spec, tmp_path / "scratch")
+        made = await build_environment(client, item, tmp_path / "scratch")
+        async with await client.create_sandbox(base, workspace=made.environment) as sandbox:
+            names = [entry.path for entry in await sandbox.list_directory("/app")]
+    assert names == ["seed", "sums.py"]
+
+
+async def test_a_recipe_and_a_script_build_before_the_commands_do(
+    stack: Stack, base: str, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.toml").write_text(
+        f'base = "{base}"\ncommands = ["mkdir /app && echo recipe $SEED > /app/log"]\n'
+    )
+    (tmp_path / "build.sh").write_text("echo script $MODE >> /app/log\n")
+    (tmp_path / "task.yaml").write_text(
+        f"name: steps\nbase: {base}\nbuild:\n  recipe: recipe.toml\n  script: build.sh\n"
+        "  env: {MODE: quick}\n  commands: [[sh, -c, 'echo command >> log']]\n  cwd: /app\n"
+    )
+    item = await item_from(tmp_path / "task.yaml", tmp_path / "scratch", seed=3)
+    async with stack.client() as client:
+        made = await build_environment(client, item, tmp_path / "scratch")
+        async with await client.create_sandbox(base, workspace=made.environment) as sandbox:
+            assert await sandbox.read_text("/app/log") == "recipe 3\nscript quick\ncommand\n"
+            assert (await sandbox.exec("ls -A /tmp")).stdout_text == ""
+    assert (made.tests, made.solution) == ("", "")
+
+
 async def test_what_an_agent_leaves_as_a_solution_and_in_a_comment_is_refused(
     stack: Stack, base: str, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -210,3 +211,17 @@ async def test_requests_resume_after_the_server_was_killed(running: NatsForTests
     assert [answer.number for answer in answers] == list(range(200))
     assert late.number == 1000
     assert history == ["lost", "back"]
+
+
+async def test_what_is_done_while_a_connection_breaks_raises_no_error_of_the_socket(
+    running: NatsForTests,
+) -> None:
+    async with running.service("scheduler") as service, running.project() as project:
+        # The task that flushes was first to find it broken, and has gone; the reader is yet to.
+        client: Any = service._client
+        client._flusher_task.cancel()
+        await asyncio.wait({client._flusher_task})
+        client._transport._io_reader.set_exception(ConnectionResetError("reset by peer"))
+        await service.serve(ANY_LIST, Question, echo)
+        answer = await ask_until_answered(project, 1)
+    assert answer.number == 1

@@ -118,6 +118,17 @@ class DirectClient(Client):
         except Exception as error:  # noqa: BLE001  the reader must go on
             await self._error_cb(error)
 
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        # Once the task that flushes has found the connection broken, and until another is there,
+        # the library writes here, and its caller would get the socket's error: with a connection
+        # what was on its way is lost; subscriptions are sent again, and who waits is told.
+        try:
+            return await super()._flush_pending(force_flush)
+        except OSError:
+            sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            sent.set_result(None)
+            return sent
+
     async def _process_pong(self) -> None:
         # It answers the future of whoever asked for a flush, without a look: if that was given up,
         # the error would end its reading, and nothing would be heard on this connection any more.

@@ -51,6 +51,21 @@ def _log_errors_as_lines() -> None:
 _log_errors_as_lines()
 
 
+@pytest.fixture(autouse=True)
+def logs_go_where_they_went() -> Iterator[None]:
+    """Undo what a command line in this process set up: it logs to what is closed by now."""
+    if importlib.util.find_spec("structlog") is None:  # as above
+        yield
+        return
+    import structlog  # noqa: PLC0415  as above
+
+    before = structlog.get_config()
+    yield
+    if structlog.get_config() != before:
+        structlog.reset_defaults()
+        structlog.configure(**before)
+
+
 def _descriptors() -> dict[str, str]:
     found = {}
     for entry in os.scandir("/proc/self/fd"):

@@ -15,7 +15,7 @@ from dsec_scheduler.asks import (
 )
 from dsec_scheduler.fair_share import Quota
 from dsec_scheduler.queues import QueueRules, WaitingRoom
-from waiting_room import Cluster, ask, first_fit, gang, node
+from waiting_room import Cluster, ask, first_fit, gang, node, realtime
 
 
 def test_who_goes_before_nobody_is_granted_in_the_moment_it_comes() -> None:
@@ -76,6 +76,23 @@ def test_a_project_over_its_quota_waits_though_units_are_free_and_is_told_so() -
     cluster.end(first)
     cluster.round()
     assert second in cluster.granted
+
+
+@pytest.mark.parametrize("later", [ServiceClass.STANDARD, ServiceClass.BATCH])
+def test_a_quota_is_for_all_classes_of_one_round_together(later: ServiceClass) -> None:
+    cluster = Cluster(
+        node("n1", cards=4), realtime_share=0.25, quotas=(Quota(name="a", cu_max=150.0),)
+    )
+    cluster.come(realtime(151.0))  # over the quota alone; who comes after it waits for a round
+    urgent, other = realtime(75.0), ask(79.0, service_class=later)
+    cluster.come(urgent, other)
+    assert not cluster.granted
+    cluster.round()
+    assert list(cluster.granted) == [urgent]
+    assert cluster.room.limited[other.ask_id] == "a"
+    cluster.end(urgent)
+    cluster.round()
+    assert list(cluster.granted) == [other]
 
 
 def test_who_is_over_a_quota_keeps_no_nodes_from_others() -> None:

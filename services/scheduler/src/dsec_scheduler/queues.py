@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Final, assert_never
 
 import msgspec
@@ -43,6 +42,7 @@ from dsec_scheduler.asks import (
 )
 from dsec_scheduler.fair_share import FairShare, Quota
 from dsec_scheduler.lines import Line
+from dsec_scheduler.rounds import Round, Stage
 from dsec_scheduler.solving.problem import Assignment, Problem, Solution, Waiting
 from dsec_scheduler.supply import Cards, Supply, all_cards, place_alone, pool_of
 from dsec_scheduler.yielding import places_that_yield
@@ -74,33 +74,6 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     burst_factor: float = BURST_FACTOR
 
 
-@dataclass(slots=True)
-class _Stage:
-    """A part of a round: some asks, and the cards that they may have.
-
-    Leases yield to the realtime asks that are left when one is over that ``makes_room``.
-    """
-
-    order: Iterator[tuple[Ask, str]]
-    cards: Cards
-    makes_room: bool = False
-    questions: int = 0
-
-
-@dataclass(slots=True)
-class _Round:
-    """A round on its way."""
-
-    world: World
-    supply: Supply
-    now: float
-    stages: list[_Stage]
-    asked: dict[str, Ask] = field(default_factory=dict)
-    #: An ask that did not go into the last question is the first of the next.
-    left_over: Ask | None = None
-    questions: int = 0
-
-
 class WaitingRoom:
     """All that waits at this scheduler; :meth:`handle` is its only way to change."""
 
@@ -111,7 +84,7 @@ class WaitingRoom:
         #: What the broker has been asked for.
         self._granting: set[int] = set()
         self._lines = {service_class: Line() for service_class in ServiceClass}
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._kept: tuple[int, frozenset[str]] = (0, frozenset())
         self._previous: tuple[Assignment, ...] = ()
         #: Which quota keeps an ask waiting, as of the last round.
@@ -257,6 +230,8 @@ class WaitingRoom:
         effects: list[WaitingEffect] = []
         for ask, parts in places_that_yield(urgent, world, supply, self._kept[1]):
             supply.take(parts)
+            if self._round is not None:
+                self._round.note(ask)
             if not ask.foreign:
                 effects.append(self._grant(ask, parts, makes_room=True))
         return effects
@@ -279,16 +254,20 @@ class WaitingRoom:
     def _order(
         self, line: Line, service_class: ServiceClass, world: World, extra: Iterable[Ask] = ()
     ) -> Iterator[tuple[Ask, str]]:
-        """Return a class's line as it is to be served, other schedulers' heads in their turn."""
+        """Yield a class's line as it is to be served, other schedulers' heads in their turn.
+
+        What the round has found places for counts as held, whatever its class.
+        """
         merged = Line({name: list(asks) for name, asks in line.waiting.items()})
         foreign = (ask for ask in world.foreign if ask.service_class is service_class)
         for ask in (*foreign, *extra):
             merged.add(ask, self._rules.ageing_s)
-        return self._share.order(
-            {name: [ask for _, _, ask in asks] for name, asks in merged.waiting.items()},
-            world.held_cu,
-            _min_cu,
-        )
+        waiting = {
+            name: [ask for _, _, ask in asks if ask.ask_id not in self._granting]
+            for name, asks in merged.waiting.items()
+        }
+        held_cu = self._round.held_cu if self._round is not None else world.held_cu
+        yield from self._share.order(waiting, held_cu, _min_cu)
 
     def _on_round(self, event: RoundDue) -> list[WaitingEffect]:
         if self._round is not None or not self._asks:
@@ -306,9 +285,9 @@ class WaitingRoom:
 
         def stages(
             line: Line, it: ServiceClass, cards: Cards, extra: Iterable[Ask] = ()
-        ) -> list[_Stage]:
+        ) -> list[Stage]:
             return [
-                _Stage(self._order(line, it, world, extra), some)
+                Stage(self._order(line, it, world, extra), some)
                 for some in self._in_turn(cards, it, world, supply)
             ]
 
@@ -320,12 +299,12 @@ class WaitingRoom:
             *stages(batch, ServiceClass.BATCH, common),
             *stages(realtime, ServiceClass.REALTIME, common if pool else frozenset()),
         ]
-        self._round = _Round(world, supply, event.now, going)
-        return effects + self._ask_on()
+        self._round = Round(world, supply, event.now, going)
+        for effect in effects:
+            self._round.note(self._asks[effect.ask_id])
+        return [*effects, *self._ask_on()]
 
-    def _feed_the_starving(
-        self, supply: Supply, cards: Cards, event: RoundDue
-    ) -> list[WaitingEffect]:
+    def _feed_the_starving(self, supply: Supply, cards: Cards, event: RoundDue) -> list[TakeLeases]:
         """Look at what has waited longest before all else, and keep nodes for it."""
         prices = event.world.price_range
         hungry = [
@@ -374,7 +353,7 @@ class WaitingRoom:
         self._round = None
         return effects
 
-    def _next_of(self, going: _Round, stage: _Stage) -> list[Ask]:
+    def _next_of(self, going: Round, stage: Stage) -> list[Ask]:
         """Take from the front of a line what its free units would do for, if shapes did not matter.
 
         What wants more than all that is free stays where it is; who comes after may go. The front
@@ -408,7 +387,7 @@ class WaitingRoom:
                 chosen.append(ask)
         return chosen
 
-    def _problem(self, going: _Round, stage: _Stage, chosen: list[Ask]) -> Problem:
+    def _problem(self, going: Round, stage: Stage, chosen: list[Ask]) -> Problem:
         world = going.world
         projects = list(dict.fromkeys(ask.project for ask in chosen))
         total_cu = math.fsum(card.cu_total for node in world.nodes for card in node.cards)
@@ -448,6 +427,7 @@ class WaitingRoom:
         effects: list[WaitingEffect] = []
         for ask, parts in self._placed(going, event.solution):
             going.supply.take(parts)
+            going.note(ask)
             # Who has left meanwhile wants nothing; who waits elsewhere is granted there.
             if ask.ask_id in self._asks and ask.ask_id not in self._granting:
                 effects.append(self._grant(ask, parts))
@@ -456,7 +436,7 @@ class WaitingRoom:
         return effects + self._ask_on()
 
     @staticmethod
-    def _placed(going: _Round, solution: Solution | None) -> list[tuple[Ask, tuple[Part, ...]]]:
+    def _placed(going: Round, solution: Solution | None) -> list[tuple[Ask, tuple[Part, ...]]]:
         """Return the asks all of whose members have a place."""
         found: dict[Ask, dict[str, Part]] = {}
         for assignment in solution.assignments if solution is not None else ():

@@ -61,9 +61,7 @@ async def test_one_that_falls_behind_while_it_is_put_back_takes_over_what_is_new
     halt.go.set()
     await rolling
     required_ms = changed_ms + CLOCK_TOLERANCE_MS
-    await world.info(
-        sandbox, lambda info: info.state_version_ms == required_ms and not info.behind
-    )
+    await world.info(sandbox, lambda info: info.state_version_ms == required_ms and not info.behind)
     told = await sandbox.exec("cat /tmp/told", check=True)
     assert json.loads(told.stdout)["dependencies"] == {"prices": changed_ms}
     assert not is_frozen(world, sandbox)

@@ -27,6 +27,8 @@ from sharing_out import (
 
 # Set where every feature is known to be there (in CI): then a skipped test is a failed one.
 NOTHING_MAY_SKIP = os.environ.get("DSEC_TESTS_MAY_NOT_SKIP", "") == "1"
+# But for libraries of a gigabyte, which no environment for development has.
+_TOO_LARGE = ("dsec[openenv]", "dsec[trl]")
 
 # A thing that is on its way out (a reaped child's pipe, a lazily unmounted tree) gets this long.
 SETTLE_S = 3.0
@@ -174,12 +176,17 @@ def nothing_is_left_behind() -> Iterator[None]:
         time.sleep(0.01)
 
 
+def _may_not_skip(report: pytest.TestReport | pytest.CollectReport) -> bool:
+    reason = str(report.longrepr)
+    return NOTHING_MAY_SKIP and report.skipped and not any(it in reason for it in _TOO_LARGE)
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pluggy.Result[pytest.TestReport], None]:
     """Where nothing may skip, let a skip fail with its reason."""
     outcome = yield
     report = outcome.get_result()
-    if NOTHING_MAY_SKIP and report.skipped and not hasattr(report, "wasxfail"):
+    if _may_not_skip(report) and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped where nothing may be: {report.longrepr}"
 
@@ -189,7 +196,7 @@ def pytest_make_collect_report() -> Generator[None, pluggy.Result[pytest.Collect
     """Where nothing may skip, let a module that is skipped whole fail, too."""
     outcome = yield
     report = outcome.get_result()
-    if NOTHING_MAY_SKIP and report.skipped:
+    if _may_not_skip(report):
         report.outcome = "failed"
         report.longrepr = f"skipped where nothing may be: {report.longrepr}"
 

@@ -93,11 +93,12 @@ def test_the_sync_twin_tags_and_filters_too(stack: Stack, tmp_path: Path) -> Non
     (tmp_path / "a").write_text("a")
     with sync.DSecClient(stack.context.nats_servers, stack.context.credentials) as client:
         client.layers.import_directory(
-            tmp_path, kind="data", name="weights", version="1", tags=["latest"]
+            tmp_path, kind="data", name="twin", version="1", tags=["latest"]
         )
-        assert [layer.tags for layer in client.layers.list(kind="data")] == [("latest",)]
-        assert client.layers.tag("weights@1", "best").tags == ("best", "latest")
-        for reference in ("weights:best", "weights:latest", "weights@1"):
+        listed = client.layers.list(kind="data", name="twin")
+        assert [layer.tags for layer in listed] == [("latest",)]
+        assert client.layers.tag("twin@1", "best").tags == ("best", "latest")
+        for reference in ("twin:best", "twin:latest", "twin@1"):
             client.layers.remove(reference)
 
 

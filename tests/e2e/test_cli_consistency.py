@@ -52,7 +52,7 @@ def test_what_an_agent_stands_still_for_is_told_wherever_one_looks(
     created = stack.dsec_json("sandbox", "create", "--agent", "fetcher")
     sandbox_id = created["sandbox_id"]
     known = stack.dsec_json("agent", "changed", "orders-db")
-    assert list(known) == ["orders-db"]
+    assert "orders-db" in known
 
     info = behind(stack, sandbox_id)
     assert (info["state"], info["synchronise_error"]) == (

@@ -369,7 +369,7 @@ class LinuxKernel(Watching, Inside, Copying, Binding, Replacing, NetworkNamespac
         if sandbox.hoarded:
             cause, detail = EndCause.EXHAUSTED, sandbox.hoarded
         elif sandbox.oom_notices and number is not None:
-            cause, detail = EndCause.OOM, sandbox.oom_victims.say()
+            cause, detail = EndCause.OOM, sandbox.oom_victims.say(end_all=sandbox.oom_group)
         elif number is not None:
             cause, detail = EndCause.KILLED, f"its PID 1 was killed by signal {number} from outside"
         else:

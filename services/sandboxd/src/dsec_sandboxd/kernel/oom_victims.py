@@ -44,12 +44,14 @@ class VictimLog:
 
     def __init__(self) -> None:
         self._latest: deque[MarkedVictim] = deque(maxlen=_KEPT_MAX)
+        self._first: MarkedVictim | None = None
         self.count = 0
         """How many there were in all."""
 
     def note(self, victim: MarkedVictim) -> None:
         """Remember one."""
         self.count += 1
+        self._first = self._first or victim
         self._latest.append(victim)
 
     def first_since(self, count: int, command: str) -> OomVictim | None:
@@ -60,11 +62,18 @@ class VictimLog:
             return OomVictim(name=victim.name, pid=victim.pid)
         return None
 
-    def say(self) -> str:
-        """Return one sentence on how want of memory ended the sandbox."""
-        if not self._latest:
+    def say(self, *, end_all: bool) -> str:
+        """Return one sentence on how want of memory ended the sandbox.
+
+        The kernel marks also those that were killed with the one it chose, when they want memory on
+        their way out. Where the first want of memory ends all (``end_all``), the first is the chosen one;
+        elsewhere others may have ended before, and the latest PID 1 is, else the latest.
+        """
+        if self._first is None:
             return "its memory limit was reached and its PID 1 was killed"
-        victim = self._latest[-1]
+        latest = self._latest[-1]
+        inits = (victim for victim in reversed(self._latest) if victim.pid == 1)
+        victim = self._first if end_all else next(inits, latest)
         which = f"{victim.name!r} (process {victim.pid})" if victim.pid else repr(victim.name)
         return f"its memory limit was reached; the kernel chose {which}, and PID 1 was killed"
 
@@ -84,7 +93,7 @@ class OomVictims:
         return self._events.fileno()
 
     def read(self) -> list[MarkedVictim]:
-        """Return the victims since the last call, each processor's in order. Never waits."""
+        """Return the victims since the last call, the earliest first. Never waits."""
         return [_describe(record) for record in self._events.read()]
 
     def close(self) -> None:

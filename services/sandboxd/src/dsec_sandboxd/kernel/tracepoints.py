@@ -15,6 +15,7 @@ import platform
 import re
 import select
 import struct
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -25,11 +26,13 @@ _FSCONFIG_CMD_CREATE: Final = 6
 _CLOEXEC: Final = 1
 _PERF_EVENT_OPEN: Final = {"x86_64": 298, "aarch64": 241}
 _PERF_TYPE_TRACEPOINT: Final = 2
+_PERF_SAMPLE_TIME: Final = 1 << 2
 _PERF_SAMPLE_RAW: Final = 1 << 10
 _PERF_FLAG_CLOEXEC: Final = 1 << 3
 _PERF_RECORD_SAMPLE: Final = 9
 _ATTRIBUTES: Final = struct.Struct("=2I5Q2IQ")
 _HEADER: Final = struct.Struct("=IHH")  # a record's type, flags and size
+_SAMPLE: Final = struct.Struct("=QI")  # when, and how long what follows is
 _POSITIONS: Final = struct.Struct("=2Q")  # where the kernel writes, and how far we have read
 _POSITIONS_AT: Final = 1024
 _DATA_PAGES: Final = 2
@@ -67,8 +70,9 @@ class Tracepoint:
         return self._epoll.fileno()
 
     def read(self) -> list[Record]:
-        """Return the records since the last call, each processor's in order. Never waits."""
-        return [Record(data, self._at) for ring in self._rings.values() for data in _records(ring)]
+        """Return the records since the last call, the earliest first. Never waits."""
+        found = [one for ring in self._rings.values() for one in _records(ring)]
+        return [Record(data, self._at) for _, data in sorted(found, key=itemgetter(0))]
 
     def close(self) -> None:
         """Close every descriptor. Idempotent."""
@@ -84,7 +88,7 @@ class Tracepoint:
             _ATTRIBUTES.size,
             self._id,
             self._every,
-            _PERF_SAMPLE_RAW,
+            _PERF_SAMPLE_TIME | _PERF_SAMPLE_RAW,
             0,
             0,
             1,  # wakes at every record
@@ -129,8 +133,8 @@ class Record:
         return self._data[start : start + size].split(b"\0")[0]
 
 
-def _records(ring: mmap.mmap) -> list[bytes]:
-    """Take the samples that wait in a ring."""
+def _records(ring: mmap.mmap) -> list[tuple[int, bytes]]:
+    """Take the samples that wait in a ring, each with its time in nanoseconds of the kernel's clock."""
     head, tail = _POSITIONS.unpack_from(ring, _POSITIONS_AT)
     if head == tail:
         return []
@@ -138,13 +142,14 @@ def _records(ring: mmap.mmap) -> list[bytes]:
     data = ring[mmap.PAGESIZE : mmap.PAGESIZE + size]
     start = tail % size
     waiting = (data[start:] + data[:start])[: head - tail]
-    found = []
+    found: list[tuple[int, bytes]] = []
     while len(waiting) >= _HEADER.size:
         kind, _, length = _HEADER.unpack_from(waiting)
         if length < _HEADER.size:
             break
         if kind == _PERF_RECORD_SAMPLE:
-            found.append(waiting[_HEADER.size + 4 : length])  # after the size of the raw part
+            when, _ = _SAMPLE.unpack_from(waiting, _HEADER.size)
+            found.append((when, waiting[_HEADER.size + _SAMPLE.size : length]))
         waiting = waiting[length:]
     struct.pack_into("=Q", ring, _POSITIONS_AT + 8, head)
     return found

@@ -55,7 +55,8 @@ ssize_t packet_receive(int socket_fd, void *data, size_t capacity, int *fds, int
         for (int i = 0; i < *count; i++)
             close(fds[i]);
         *count = 0;
-        errno = EMSGSIZE;
+        /* The room for descriptors is what a sender may send: only a full table of ours cuts them short. */
+        errno = message.msg_flags & MSG_TRUNC ? EMSGSIZE : EMFILE;
         return -1;
     }
     return received;

@@ -33,6 +33,7 @@ struct turn {
     struct spawner_request request;
     int fds[DSEC_DESCRIPTORS_MAX], count;
     ssize_t size;
+    int error; /* why size is less than 0 */
     bool is_here, is_over, has_groups;
     int result;
     struct groups groups;
@@ -185,9 +186,11 @@ static void receive(struct turn *turn, int flags)
 {
     memset(&turn->request, 0, sizeof turn->request);
     turn->size = packet_receive(intake, &turn->request, sizeof turn->request, turn->fds, &turn->count, flags);
+    turn->error = turn->size < 0 ? errno : 0;
     turn->has_groups = false;
-    turn->is_here = turn->size >= 0 || errno != EAGAIN;
-    turn->is_over = turn->size == 0 || (turn->size < 0 && errno != EMSGSIZE && errno != EAGAIN);
+    turn->is_here = turn->error != EAGAIN;
+    bool is_cut = turn->error == EMSGSIZE || turn->error == EMFILE;
+    turn->is_over = turn->size == 0 || (turn->error && turn->is_here && !is_cut);
 }
 
 /* Make the cgroups of what is asked for next, if that is known already and is a sandbox. */
@@ -407,7 +410,7 @@ static int serve(void)
     next = &turns[turn == &turns[0]];
     next->is_here = false;
     if (turn->size != (ssize_t)sizeof *request) {
-        result = refuse(&failure, EPROTO);
+        result = refuse(&failure, turn->error == EMFILE ? EMFILE : EPROTO);
     } else {
         switch (request->kind) {
         case SPAWNER_HOLD:

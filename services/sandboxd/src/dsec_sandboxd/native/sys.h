@@ -83,7 +83,8 @@ int packet_send(int socket_fd, const void *data, size_t size, const int *fds, in
 
 /*
  * Receive one packet; descriptors are close-on-exec. Returns its size, 0 at the end of the stream,
- * -1 with errno. A packet that was cut short sets errno to EMSGSIZE and its descriptors are closed.
+ * -1 with errno. Of a packet that was cut short the descriptors are closed; errno is EMSGSIZE, or EMFILE when
+ * our table had no room for them.
  */
 ssize_t packet_receive(int socket_fd, void *data, size_t capacity, int *fds, int *count, int flags);
 

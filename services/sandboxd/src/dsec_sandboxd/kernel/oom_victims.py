@@ -65,9 +65,10 @@ class VictimLog:
     def say(self, *, end_all: bool) -> str:
         """Return one sentence on how want of memory ended the sandbox.
 
-        The kernel marks also those that were killed with the one it chose, when they want memory on
-        their way out. Where the first want of memory ends all (``end_all``), the first is the chosen one;
-        elsewhere others may have ended before, and the latest PID 1 is, else the latest.
+        The kernel marks also those that were killed with the one it chose, when they want memory
+        on their way out. Where the first want of memory ends all (``end_all``), the first is the
+        chosen one; elsewhere others may have ended before, and it is the latest PID 1, else the
+        latest.
         """
         if self._first is None:
             return "its memory limit was reached and its PID 1 was killed"

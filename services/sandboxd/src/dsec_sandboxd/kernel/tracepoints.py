@@ -134,7 +134,7 @@ class Record:
 
 
 def _records(ring: mmap.mmap) -> list[tuple[int, bytes]]:
-    """Take the samples that wait in a ring, each with its time in nanoseconds of the kernel's clock."""
+    """Take the samples that wait in a ring, each with its nanoseconds of the kernel's clock."""
     head, tail = _POSITIONS.unpack_from(ring, _POSITIONS_AT)
     if head == tail:
         return []

@@ -17,9 +17,9 @@ from dsec_common.asdl.documents import DEPTH_MAX, NODES_MAX, TEXT_CHARACTERS_MAX
 from dsec_common.asdl.model import CONTRACT, Capability, Contract
 from dsec_common.asdl.problems import PROBLEMS_MAX
 from dsec_common.asdl.reading import checked, json_schema, read_text, read_value
-from dsec_common.asdl.units import Rate
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.network import NetworkMode, NetworkPolicy
+from dsec_common.wire.tools import Rate
 
 LEAST = "name: a\nversion: 1\n"
 

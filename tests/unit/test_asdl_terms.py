@@ -13,17 +13,16 @@ from dsec_common.asdl.reading import checked, read_text
 from dsec_common.asdl.terms import (
     SHUTDOWN_GRACE_S,
     Terms,
-    ToolTerms,
     placing_terms,
     terms_of,
     under,
 )
-from dsec_common.asdl.units import Rate
 from dsec_common.compute.model import GpuDemand
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.dag import DagRetry
 from dsec_common.wire.network import NetworkMode, NetworkPolicy, NetworkRule
 from dsec_common.wire.sandbox import MIB, CreateSandbox, ExecCommand, Limits
+from dsec_common.wire.tools import NodeTools, Rate, ToolTerms
 
 OPEN = NetworkPolicy(mode=NetworkMode.OPEN)
 NONE = NetworkPolicy()
@@ -199,4 +198,17 @@ def test_bringing_a_request_under_its_terms_again_changes_nothing() -> None:
     terms = placing_terms(said(WEATHER_FORECASTER))
     once = asked(terms, command=ExecCommand(argv=("a",)))
     assert under(terms, once, "bot") == once
-    assert terms.tools == {}
+    assert once.deadline_s == 130
+    assert terms.tools == {name: said(WEATHER_FORECASTER).tools[name] for name in terms.tools}
+    assert terms.tools.keys() == {"http_client", "llm_summarizer"}
+    assert once.tools == NodeTools(terms=terms.tools, network=OPEN)
+
+
+def test_tools_that_no_node_runs_are_not_told_to_nodes() -> None:
+    contract = """
+    capabilities:
+      - {tool: shell, permissions: [run_command]}
+      - {tool: acme, permissions: [acme.shout]}
+    """
+    assert placing_terms(said(contract)).tools == {}
+    assert asked(said(contract), tools=NodeTools(network=OPEN)).tools is None

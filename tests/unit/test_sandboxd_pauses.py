@@ -311,6 +311,31 @@ async def test_a_touch_begins_both_times_anew_and_wakes_nothing(world: Paused) -
     assert world.state.find("p", "s1").end_cause is EndCause.EXPIRED
 
 
+@pytest.mark.parametrize("ttl_s", [None, 0.0, 1000.0])
+@pytest.mark.parametrize("jump_s", [0.0, -86_400.0])
+async def test_no_touch_has_a_sandbox_live_past_its_deadline(
+    world: Paused, ttl_s: float | None, jump_s: float
+) -> None:
+    await world.create(ttl_s=4.0, deadline_s=6.0)
+    ends_at = world.clock.now() + 6.0
+    await world.pass_s(3)
+    world.clock.jump(jump_s)
+    info = await world.doors.touch(world.ask("s1", TouchSandbox(ttl_s=ttl_s)))
+    assert info.expires_at <= ends_at
+    await world.pass_s(2)
+    assert world.state_of() is SandboxState.RUNNING
+    await world.doors.touch(world.ask("s1", TouchSandbox(ttl_s=ttl_s)))
+    await world.pass_s(1.5)
+    assert world.state.find("p", "s1").end_cause is EndCause.EXPIRED
+
+
+async def test_a_touch_may_still_shorten_a_life_that_has_a_deadline(world: Paused) -> None:
+    await world.create(deadline_s=60.0)
+    await world.doors.touch(world.ask("s1", TouchSandbox(ttl_s=2.0)))
+    await world.pass_s(2.5)
+    assert world.state.find("p", "s1").end_cause is EndCause.EXPIRED
+
+
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 async def test_what_is_no_time_changes_nothing(world: Paused, value: float) -> None:
     await world.create(ttl_s=5.0)

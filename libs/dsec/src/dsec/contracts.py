@@ -12,9 +12,10 @@ import msgspec
 from dsec_common.asdl.documents import TEXT_CHARACTERS_MAX
 from dsec_common.asdl.model import Capability, Contract
 from dsec_common.asdl.reading import Read, checked, json_schema, read_text, read_value
-from dsec_common.asdl.terms import USUAL_TIMEOUT_S, Terms, ToolTerms, terms_of, under
+from dsec_common.asdl.terms import USUAL_TIMEOUT_S, Terms, terms_of, under
 from dsec_common.errors import invalid
 from dsec_common.wire.sandbox import CreateSandbox
+from dsec_common.wire.tools import ToolTerms
 
 __all__ = [
     "Capability",

@@ -82,6 +82,7 @@ def check_placement(place: PlaceSandbox, maxima: LimitMaxima) -> Limits:
         if rollout_id:
             ScopedId.parse(rollout_id, "rollout id")
     check_seconds(request.ttl_s, "ttl_s")
+    check_seconds(request.deadline_s, "deadline_s")
     check_seconds(request.idle_ttl_s, "idle_ttl_s")
     if request.delete_after and request.command is None:
         raise invalid_field("delete_after", "there is no command after which to delete it")

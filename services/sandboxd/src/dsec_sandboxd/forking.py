@@ -112,6 +112,7 @@ class Forks:
         # What is in force, not what the parent was created with.
         networks = self._maker.networks
         network, setup_network = networks.inherited(parent.local) if networks else (None, None)
+        same_agent = asked.agent in {None, parent.agent}
         return SandboxRecord(
             local="",
             project=parent.project,
@@ -126,7 +127,9 @@ class Forks:
             defaults=parent.defaults,
             labels=parent.labels if asked.labels is None else asked.labels,
             agent=parent.agent if asked.agent is None else asked.agent,
-            agent_version=parent.agent_version if asked.agent in {None, parent.agent} else "",
+            agent_version=parent.agent_version if same_agent else "",
+            deadline_s=parent.deadline_s if same_agent else 0.0,
+            tools=parent.tools if same_agent else None,
             ttl_s=asked.ttl_s,
             network=network,
             setup_network=setup_network,

@@ -245,6 +245,8 @@ class Sandboxes:
             lease_id=place.lease_id,
             slices=place.slices,
             ttl_s=request.ttl_s,
+            deadline_s=request.deadline_s,
+            tools=request.tools,
             idle_ttl_s=request.idle_ttl_s,
             idle_action=request.idle_action,
             delete_after=request.delete_after,

@@ -30,6 +30,7 @@ class Living:
         gone: the kernel lost it by itself before we heard that it had been made.
         failed_ends: how often the kernel could not end it.
         deadline_s: when its time to live is over; 0 means never, or not yet known.
+        ends_s: after which no touch has it live on, by its record's ``deadline_s``; 0 means never.
         used_s: when it was last in use.
         in_use: requests and calls that are in it now.
         wake: somebody waits for it to run while it is being paused.
@@ -42,6 +43,7 @@ class Living:
     gone: bool = False
     failed_ends: int = 0
     deadline_s: float = 0.0
+    ends_s: float = 0.0
     used_s: float = 0.0
     in_use: int = 0
     wake: bool = False
@@ -82,7 +84,7 @@ class Living:
                 record,
                 ttl_s=ttl_s,
                 idle_ttl_s=record.idle_ttl_s if event.idle_ttl_s is None else event.idle_ttl_s,
-                expires_at=event.now + ttl_s if ttl_s else 0.0,
+                expires_at=record.expires_with(ttl_s, event.now, record.created_at),
             )
             return
         own_end, end = record.expires_at, event.now + event.timeout_s

@@ -20,6 +20,7 @@ from dsec_common.wire.sandbox import (
     SandboxState,
 )
 from dsec_common.wire.task import WarmUse
+from dsec_common.wire.tools import NodeTools
 from dsec_sandboxd import gpu_slices
 from dsec_sandboxd.kernel.interface import SandboxIdentity
 
@@ -41,6 +42,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         ttl_s: its time to live, from the moment it runs or is touched; 0 means no end.
         expires_at: Unix seconds at which the node ends it, if the clock does not jump; 0 means
             never, or not known before it runs.
+        deadline_s: so long after it began to run it ends, whoever touches it; 0 means never.
         idle_ttl_s: after so long without use ``idle_action`` is taken; 0 means never.
         paused_at: Unix seconds since which it stands still, or 0.
         paused_s: how long it has stood still in all before that.
@@ -60,6 +62,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         lease_resizes: how often its lease has got other slices, as far as is known here.
         agent_version: which version of its registered agent it is an instance of; empty for none.
         model_rollout_id: the rollout that its model calls go to; empty for no model endpoint.
+        tools: the tools of its agent that the node runs.
         identity: by what a later daemon recognises it in the kernel; none before it runs.
     """
 
@@ -81,6 +84,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     lease_resizes: int = 0
     ttl_s: float = 0.0
     expires_at: float = 0.0
+    deadline_s: float = 0.0
     idle_ttl_s: float = 0.0
     idle_action: IdleAction = IdleAction.END
     paused_at: float = 0.0
@@ -102,6 +106,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     warm: WarmUse = WarmUse.PREFER
     asked_as: str = ""
     model_rollout_id: str = ""
+    tools: NodeTools | None = None
     defaults: CommandDefaults = msgspec.field(default_factory=CommandDefaults)
 
     def env_for(self, named: Mapping[str, str]) -> Mapping[str, str]:
@@ -125,6 +130,13 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def stood_still_s(self, now: float) -> float:
         """Return how long it has stood still in all, by the wall clock that reads ``now``."""
         return self.paused_s + (max(now - self.paused_at, 0.0) if self.paused_at else 0.0)
+
+    def expires_with(self, ttl_s: float, now: float, began_at: float) -> float:
+        """Return when it ends if a time to live begins at ``now``; 0 is never. In Unix seconds."""
+        ends = [now + ttl_s] if ttl_s else []
+        if self.deadline_s:
+            ends.append(began_at + self.deadline_s)
+        return min(ends, default=0.0)
 
     def created(self, node: str) -> SandboxCreated:
         """Return the answer to the create request."""

@@ -281,7 +281,7 @@ class NodeState:
         record = living.move_to(
             SandboxState.RUNNING,
             created_at=event.now,
-            expires_at=event.now + record.ttl_s if record.ttl_s else 0.0,
+            expires_at=record.expires_with(record.ttl_s, event.now, began_at=event.now),
             create_ms=event.create_ms,
             identity=event.identity,
         )

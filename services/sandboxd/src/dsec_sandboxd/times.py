@@ -27,8 +27,12 @@ class Times:
         """Begin to count for a sandbox that is there as of now."""
         self.heard(now_s)
         living.used_s = now_s
-        expires_at = living.record.expires_at
-        living.deadline_s = now_s + max(expires_at - now, 0.0) if expires_at else 0.0
+        record = living.record
+        if record.deadline_s and not living.ends_s:
+            living.ends_s = now_s + max(record.created_at + record.deadline_s - now, 0.0)
+        living.deadline_s = now_s + max(record.expires_at - now, 0.0) if record.expires_at else 0.0
+        if living.ends_s:  # also if the wall clock was put back meanwhile
+            living.deadline_s = min(living.deadline_s, living.ends_s)
         self.look_again(living)
 
     def look_again(self, living: Living) -> None:

@@ -24,12 +24,13 @@ from dsec_common.asdl.kinds import (
     Text,
     Version,
 )
-from dsec_common.asdl.units import Duration, Rate, RateLimit
+from dsec_common.asdl.units import Duration, RateLimit
 from dsec_common.compute.model import COUNT_MAX
 from dsec_common.compute.units import UNITS_MAX
 from dsec_common.wire.agent import NETWORK_ACCESS, validate_version
 from dsec_common.wire.consistency import DEPENDENCIES_MAX, DEPENDENCY, validate_dependency
 from dsec_common.wire.network import NetworkPolicy
+from dsec_common.wire.tools import Rate
 
 READ_FILE: Final = "read_file"
 WRITE_FILE: Final = "write_file"

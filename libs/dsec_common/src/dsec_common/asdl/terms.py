@@ -12,13 +12,13 @@ from typing import Final
 import msgspec
 
 from dsec_common.asdl.model import Contract
-from dsec_common.asdl.units import Rate
 from dsec_common.compute.model import GpuDemand
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.agent import NETWORK_ACCESS
 from dsec_common.wire.dag import DagRetry
 from dsec_common.wire.network import NetworkMode, NetworkPolicy
 from dsec_common.wire.sandbox import MIB, CreateSandbox, ExecCommand, Limits
+from dsec_common.wire.tools import NODE_TOOLS, NodeTools, ToolTerms
 
 SHUTDOWN_GRACE_S: Final = 10.0
 """So long after its time an instance with ``graceful_shutdown`` is ended: meanwhile its command has
@@ -31,24 +31,6 @@ _OPEN: Final = NetworkPolicy(mode=NetworkMode.OPEN)
 _USUAL_MEMORY_BYTES: Final = Limits().memory_bytes
 
 
-class ToolTerms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one tool may do; whoever runs the tools enforces it.
-
-    Attributes:
-        permissions: without which what needs them is ``denied``.
-        model: that the tool asks; empty for its own.
-        max_tokens: of one answer of the model; None for the model's own bound.
-        temperature: of its answers; None for the model's own.
-        rate_limit: calls over which are ``exhausted``; None for no limit.
-    """
-
-    permissions: tuple[str, ...] = ()
-    model: str = ""
-    max_tokens: int | None = None
-    temperature: float | None = None
-    rate_limit: Rate | None = None
-
-
 class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the platform gives an instance and holds it to. None: the contract says nothing of it.
 
@@ -59,7 +41,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         network: what an instance may reach, None is nothing; its request may ask for less, but for
             an own policy only where the contract leaves all open.
         timeout_s: of one execution.
-        deadline_s: after its creation an instance is ended.
+        deadline_s: so long after its creation an instance is ended, whoever touches it.
         retry: of an execution that failed.
         base: layer of an instance whose request names none; so ``workspace`` and ``toolkits``.
         tools: what each tool may do.
@@ -141,7 +123,12 @@ def placing_terms(terms: Terms) -> Terms:
         network=terms.network,
         timeout_s=terms.timeout_s,
         deadline_s=terms.deadline_s,
+        tools=_node_terms(terms),
     )
+
+
+def _node_terms(terms: Terms) -> dict[str, ToolTerms]:
+    return {name: terms.tools[name] for name in sorted(NODE_TOOLS & terms.tools.keys())}
 
 
 def under(terms: Terms, request: CreateSandbox, agent: str) -> CreateSandbox:
@@ -158,6 +145,7 @@ def under(terms: Terms, request: CreateSandbox, agent: str) -> CreateSandbox:
         DsecError: ``denied``, naming the field, for more than the terms allow.
     """
     own = not request.base and not request.snapshot
+    named = _node_terms(terms)
     return msgspec.structs.replace(
         request,
         base=terms.base if own else request.base,
@@ -167,7 +155,9 @@ def under(terms: Terms, request: CreateSandbox, agent: str) -> CreateSandbox:
         gpu=_gpu(terms, request, agent),
         network=_reach(terms, request.network, agent),
         ttl_s=_shorter(request.ttl_s, terms.deadline_s),
+        deadline_s=_shorter(request.deadline_s, terms.deadline_s),
         command=_command(terms, request.command),
+        tools=NodeTools(terms=named, network=terms.network) if named else None,
     )
 
 

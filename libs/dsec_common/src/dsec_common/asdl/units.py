@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-import msgspec
 from yaml.nodes import Node, ScalarNode
 
 from dsec_common.asdl.kinds import BAD, Kind, Reading, written
 from dsec_common.asdl.problems import Path, nearest, shown
+from dsec_common.wire.tools import Rate
 
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([^\W\d_]*)")
 _DURATION_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -18,18 +18,6 @@ _RATE_UNITS: Final = {
     "s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0, "minute": 60.0,
     "h": 3600.0, "hour": 3600.0, "d": 86_400.0, "day": 86_400.0,
 }  # fmt: skip
-
-
-class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """At most ``count`` calls in any ``window_s`` seconds."""
-
-    count: float
-    window_s: float
-
-    @property
-    def per_s(self) -> float:
-        """Calls a second."""
-        return self.count / self.window_s
 
 
 class _WithUnit(Kind):

@@ -27,6 +27,8 @@ class ResumeSandbox(Message, frozen=True, kw_only=True):
 class TouchSandbox(Message, frozen=True, kw_only=True):
     """Keep a sandbox for longer: its time to live and its idle time begin anew. Wakes nothing.
 
+    A ``deadline_s`` that it was created with, as by a contract's timeout, stays where it is.
+
     Attributes:
         ttl_s: from now on; 0 means no end. None keeps what it was created or last touched with.
         idle_ttl_s: likewise.

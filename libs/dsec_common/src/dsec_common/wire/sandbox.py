@@ -11,6 +11,7 @@ from dsec_common.compute.model import GpuDemand, ServiceClass
 from dsec_common.wire.base import ErrorReply, Message
 from dsec_common.wire.network import NetworkPolicy
 from dsec_common.wire.task import TaskFiles, WarmUse
+from dsec_common.wire.tools import NodeTools
 
 MIB: Final = 1024 * 1024
 
@@ -195,6 +196,9 @@ class CreateSandbox(Message, frozen=True, kw_only=True):
         gpu: GPUs that the scheduler takes a lease on from the broker.
         service_class: what is promised to a request with ``gpu``.
         priority: among those that wait for Compute Units the higher goes first.
+        deadline_s: the node ends the sandbox after this many seconds, whatever becomes of ``ttl_s``
+            and whoever touches it; 0 means never.
+        tools: the tools of its agent that its node runs; None for none.
     """
 
     base: str
@@ -224,6 +228,8 @@ class CreateSandbox(Message, frozen=True, kw_only=True):
     service_class: ServiceClass = ServiceClass.STANDARD
     priority: int = 0
     model_rollout_id: str = ""
+    deadline_s: float = 0.0
+    tools: NodeTools | None = None
 
     @property
     def gpu_demand(self) -> GpuDemand | None:

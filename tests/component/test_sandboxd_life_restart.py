@@ -58,6 +58,32 @@ async def test_a_paused_sandbox_stays_paused_over_the_daemons_death_and_wakes(bo
     assert await state_of(node, sandbox_id) is SandboxState.RUNNING
 
 
+def count_in(sandbox_id: str) -> str:
+    """Return how far the command in a sandbox has counted, without waking anything."""
+    init = (cgroup_of(sandbox_id) / "cgroup.procs").read_text().split()[0]
+    count = Path(f"/proc/{init}/root/tmp/count")
+    return count.read_text() if count.exists() else ""
+
+
+async def test_what_is_paused_does_not_run_for_a_moment_when_the_daemon_is_killed(
+    both: Both,
+) -> None:
+    daemon, node = both
+    sandbox_id = (await node.place()).sandbox_id
+    counting = "i=0; while :; do i=$((i+1)); echo $i > /tmp/next; mv /tmp/next /tmp/count; done"
+    await node.exec(sandbox_id, "sh", "-c", f"({counting}) > /dev/null 2>&1 &")
+    await node.until(lambda: bool(count_in(sandbox_id)))
+    await node.ask(sandbox_id, "pause", PauseSandbox(), SandboxInfo)
+    before = count_in(sandbox_id)
+    for _ in range(2):
+        await daemon.kill()
+        await daemon.start()
+        assert await state_of(node, sandbox_id) is SandboxState.PAUSED
+        assert count_in(sandbox_id) == before
+    await node.exec(sandbox_id, "true")
+    await node.until(lambda: count_in(sandbox_id) != before)
+
+
 async def test_what_a_dead_daemon_had_stopped_for_a_moment_runs_again(both: Both) -> None:
     daemon, node = both
     sandbox_id = (await node.place()).sandbox_id

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from dsec_common.errors import DsecError
 from dsec_sandboxd.kernel.interface import EndCause, SandboxIdentity
 from dsec_sandboxd.kernel.linux import LinuxKernel
 from dsec_sandboxd.kernel.slots import SlotPool
@@ -65,6 +66,10 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+#: Counts in a file for as long as it runs.
+COUNTING = "i=0; while :; do i=$((i + 1)); echo $i > /tmp/next; mv /tmp/next /tmp/count; done"
 
 
 class Left:
@@ -154,6 +159,80 @@ async def test_an_adopted_sandbox_costs_no_more_descriptors_than_a_new_one(
         await world.kernel.destroy("x")
         await world.kernel.destroy("y")
         assert len(descriptors_of()) - before <= 1  # one is kept in reserve
+
+
+async def paused_daemon(layers: Layers, directory: Path) -> SandboxIdentity:
+    """Leave a paused sandbox, in which one command counts and another was never begun."""
+    async with next_daemon(layers, directory) as world:
+        await world.create("a")
+        identity = world.kernel.identity("a")
+        counting = asyncio.ensure_future(world.shell(COUNTING, timeout_s=0))
+        while not count_in(world):
+            await asyncio.sleep(0.001)
+        (world.cgroup() / "cgroup.freeze").write_text("1")  # as a pause that PID 1 loses against
+        begun = asyncio.ensure_future(world.shell("echo > /tmp/begun; sleep 60", timeout_s=0))
+        await asyncio.sleep(0)
+        await world.kernel.pause("a")
+        await world.kernel.close(keep_sandboxes=True)
+        for left in await asyncio.gather(counting, begun, return_exceptions=True):
+            assert isinstance(left, DsecError)
+    return identity
+
+
+def count_in(world: World) -> str:
+    """Return how far the command in the sandbox has counted, without waking anything."""
+    count = Path(f"/proc/{world.init_pid()}/root/tmp/count")
+    return count.read_text() if count.exists() else ""
+
+
+async def goes_on(world: World) -> None:
+    """Return when the command in the sandbox has counted further, and the other one has begun."""
+    before = count_in(world)
+    async with asyncio.timeout(20):
+        while count_in(world) == before:
+            await asyncio.sleep(0.001)
+        while (await world.shell("test -e /tmp/begun")).exit_code != 0:
+            await asyncio.sleep(0.001)
+
+
+async def test_nothing_but_pid_1_runs_in_a_paused_sandbox_while_it_is_taken_over(
+    layers: Layers, tmp_path: Path
+) -> None:
+    identity = await paused_daemon(layers, tmp_path)
+    async with next_daemon(layers, tmp_path) as world:
+        before = count_in(world)
+        assert await world.kernel.adopt({"a": identity}, {"a"}) == {}
+        left = await world.kernel.processes("a")  # PID 1 answers, and begins what it was told to
+        assert [process.exited.done() for process in left] == [False, False]
+        for turn in range(50):
+            await asyncio.sleep(0.001)
+            assert count_in(world) == before, turn
+        await world.kernel.pause("a")
+        assert "frozen 1" in (world.cgroup() / "cgroup.events").read_text()
+        assert count_in(world) == before
+        await world.kernel.resume("a")
+        await goes_on(world)
+        for process in left:
+            process.kill()
+            process.finish()
+
+
+@pytest.mark.parametrize("again", [("a",), ()])
+async def test_a_paused_sandbox_that_two_daemons_leave_in_the_middle_goes_on_when_it_is_let(
+    layers: Layers, tmp_path: Path, again: tuple[str, ...]
+) -> None:
+    identity = await paused_daemon(layers, tmp_path)
+    async with next_daemon(layers, tmp_path) as world:
+        before = count_in(world)
+        assert await world.kernel.adopt({"a": identity}, {"a"}) == {}
+        await world.kernel.close(keep_sandboxes=True)
+    async with next_daemon(layers, tmp_path) as world:
+        assert count_in(world) == before
+        assert await world.kernel.adopt({"a": identity}, again) == {}
+        if again:
+            assert count_in(world) == before
+            await world.kernel.resume("a")
+        await goes_on(world)
 
 
 async def test_answers_to_the_dead_daemons_requests_are_not_taken_for_the_next_ones(

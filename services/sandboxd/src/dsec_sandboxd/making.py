@@ -27,7 +27,7 @@ import structlog
 
 from dsec_common.errors import DsecError, ErrorCode, not_found
 from dsec_common.wire.network import NetworkPolicy
-from dsec_common.wire.sandbox import CpuClass
+from dsec_common.wire.sandbox import CpuClass, SandboxState
 from dsec_sandboxd.errors import as_dsec_error
 from dsec_sandboxd.gpu_slices import GpuDevices
 from dsec_sandboxd.kernel.interface import Kernel, SandboxIdentity, SandboxSpec
@@ -160,13 +160,11 @@ class Maker:
     async def adopt(self, records: Sequence[SandboxRecord]) -> Adoption:
         """Take over the sandboxes of an earlier daemon, and remove the remains of all others.
 
-        To be called once, before any sandbox is made.
-
-        Args:
-            records: of the sandboxes that are to live on.
+        To be called once, before any sandbox is made, with the records of those that live on.
         """
         known = {record.local: record.identity for record in records if record.identity is not None}
-        adoption = Adoption(lost=await self._kernel.adopt(known))
+        paused = {record.local for record in records if record.state is SandboxState.PAUSED}
+        adoption = Adoption(lost=await self._kernel.adopt(known, paused))
         for record in records:
             if record.local not in known:
                 adoption.lost[record.local] = "it was not known by what to recognise it"

@@ -64,8 +64,12 @@ def adopt_sandbox(
     driver: CgroupDriver,
     slots: SlotPool,
     on_end: Callable[[], None],
+    *,
+    paused: bool = False,
 ) -> Sandbox:
     """Take over a living sandbox that an earlier daemon made, with its slot.
+
+    It runs, or is paused but for its PID 1, which has to answer while it is taken over.
 
     Raises:
         DsecError: ``not_found`` when it has ended, ``conflict`` when its ids are not ours to give,
@@ -106,9 +110,11 @@ def adopt_sandbox(
             slots.give_back(identity.slot)
         raise
     sandbox.oom_group = identity.oom_group
-    # Paused, or stopped for a snapshot by who died: its PID 1 has to answer while it is taken over.
-    cgroup.thaw()
     end_what_ran_alone(cgroup)
+    if paused:
+        sandbox.freezer.pause_commands()
+    else:
+        sandbox.freezer.let_all_go()  # stopped by who died, for a snapshot or in the middle
     return sandbox
 
 

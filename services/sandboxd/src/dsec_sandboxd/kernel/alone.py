@@ -41,13 +41,10 @@ class RunningAlone(KernelPart):
 
 
 def end_what_ran_alone(cgroup: Cgroup) -> None:
-    """Undo what a daemon that was killed left of a command that ran alone: it ends."""
+    """End what a daemon that was killed left of a command that ran alone; others stay stopped."""
     names = cgroup.exec_ids()
-    stopped = {name for name in names if cgroup.exec_stopped(name)}
     if ALONE in names:
         for name in names:
-            if name not in stopped and cgroup.exec_populated(name):
+            if cgroup.exec_populated(name) and not cgroup.exec_stopped(name):
                 cgroup.kill_exec(name)
         cgroup.remove_exec(ALONE)
-    for name in stopped:
-        cgroup.let_exec_go(name)

@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from dsec_sandboxd.kernel.file_ports import FileKernel
 from dsec_sandboxd.kernel.layer_copies import SnapshotKernel
+from dsec_sandboxd.kernel.lending import LendingKernel
 from dsec_sandboxd.kernel.pausing import AloneKernel
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping
     from pathlib import Path
 
     from dsec_sandboxd.kernel.file_ports import DirectoryEntry, FileStat
@@ -240,7 +241,7 @@ class SandboxUsage:
     pids: int
 
 
-class Kernel(FileKernel, SnapshotKernel, AloneKernel, Protocol):
+class Kernel(FileKernel, SnapshotKernel, AloneKernel, LendingKernel, Protocol):
     """Sandboxes on one Linux host.
 
     Every method may be called concurrently for different sandboxes. Errors are
@@ -267,10 +268,14 @@ class Kernel(FileKernel, SnapshotKernel, AloneKernel, Protocol):
         """Return by what a later daemon recognises a sandbox; it stays the same for its life."""
         ...
 
-    async def adopt(self, known: Mapping[str, SandboxIdentity]) -> dict[str, str]:
+    async def adopt(
+        self, known: Mapping[str, SandboxIdentity], paused: Collection[str] = ()
+    ) -> dict[str, str]:
         """Take over the sandboxes that an earlier daemon of this node made, by local id.
 
         Afterwards they are as if created here, with their processes, files and limits untouched.
+        In those that are ``paused`` nothing runs meanwhile, nor after it, but PID 1, which answers
+        until ``pause`` has it stand still, too. All others run.
         Returned is why each other one could not be taken over; ``recover`` removes its remains.
         """
         ...

@@ -27,6 +27,7 @@ from dsec_sandboxd.kernel.init import ended_error
 from dsec_sandboxd.kernel.inside import Inside
 from dsec_sandboxd.kernel.interface import EndCause, Orphan, SandboxEnded
 from dsec_sandboxd.kernel.layer_table import LayerTable
+from dsec_sandboxd.kernel.lender import Lender
 from dsec_sandboxd.kernel.mounts import extra_mounts
 from dsec_sandboxd.kernel.network_namespace import NetworkNamespaces
 from dsec_sandboxd.kernel.probe import read_facts, require_host
@@ -45,7 +46,7 @@ from dsec_sandboxd.kernel.specification import check_spec, create_flags, device_
 from dsec_sandboxd.kernel.watching import Watching
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 
     from dsec_sandboxd.kernel.cgroups import Cgroup, CgroupDriver, CgroupLimits
     from dsec_sandboxd.kernel.interface import (
@@ -72,7 +73,7 @@ class _Birth:
     sandbox: Sandbox | None = None
 
 
-class LinuxKernel(Watching, Inside, Copying, Binding, Replacing, NetworkNamespaces):
+class LinuxKernel(Watching, Inside, Copying, Binding, Replacing, NetworkNamespaces, Lender):
     """``Kernel`` on Linux 6.13 or later, as root. See the interface for what each method promises.
 
     Args:
@@ -127,14 +128,21 @@ class LinuxKernel(Watching, Inside, Copying, Binding, Replacing, NetworkNamespac
         """Return by what a later daemon recognises a sandbox."""
         return identity_of(self._require(local), self._require_slots())
 
-    async def adopt(self, known: Mapping[str, SandboxIdentity]) -> dict[str, str]:
+    async def adopt(
+        self, known: Mapping[str, SandboxIdentity], paused: Collection[str] = ()
+    ) -> dict[str, str]:
         """Take over sandboxes of an earlier daemon; return why the others are lost."""
         lost: dict[str, str] = {}
         for local, identity in known.items():
             ended = partial(self._on_init_end, local)
             try:
                 sandbox = adopt_sandbox(
-                    local, identity, self._require_driver(), self._require_slots(), ended
+                    local,
+                    identity,
+                    self._require_driver(),
+                    self._require_slots(),
+                    ended,
+                    paused=local in paused,
                 )
             except DsecError as error:
                 lost[local] = error.message
@@ -254,7 +262,7 @@ class LinuxKernel(Watching, Inside, Copying, Binding, Replacing, NetworkNamespac
         base_id = self._require_slots().base_id(birth.slot)
         driver = self._require_driver()
         cgroup = birth.cgroup = driver.adopt(spec.local)
-        texts = [*driver.limit_texts(limits), *device_texts(spec)]
+        texts = [*driver.limit_texts(limits), *device_texts(spec.devices)]
         parents = driver.parent_fds()
         extra = extra_mounts(spec.run_directory, spec.mps_pipes)
         try:

@@ -120,12 +120,40 @@ class Freezer:
                 then runs on.
         """
         async with self._lock:
-            if not self._reasons:
+            if not self._reasons or self._stopped:
                 # Also where another process has done so: that may be about to let go.
                 await self._cgroup.freeze()
                 for countdown in self._counting:
                     countdown.hold()
+            if self._stopped:
+                self._let_commands_go()
             self._reasons.add(reason)
+
+    def pause_commands(self) -> None:
+        """Hold a sandbox that an earlier daemon had paused, but for its PID 1, until it is held.
+
+        Not one of its commands runs in between.
+
+        Raises:
+            DsecError: ``not_found`` when the sandbox is gone.
+        """
+        self._reasons.add(PAUSED)
+        for name in self._cgroup.exec_ids():
+            # Empty or not: PID 1 may be about to begin what the dead daemon had asked for.
+            self._cgroup.stop_exec(name)
+            self._stopped.append(name)
+        self._cgroup.thaw()
+
+    def let_all_go(self) -> None:
+        """Let go on whatever an earlier daemon stopped.
+
+        Raises:
+            DsecError: ``not_found`` when the sandbox is gone.
+        """
+        self._cgroup.thaw()
+        for name in self._cgroup.exec_ids():
+            if self._cgroup.exec_stopped(name):
+                self._cgroup.let_exec_go(name)
 
     def release(self, reason: str) -> None:
         """Let the processes go on unless another reason holds them. Idempotent.

@@ -40,7 +40,7 @@ from dsec_sandboxd.kernel.recorded_process import RecordedCommands, recorded_pro
 from dsec_sandboxd.kernel.recording_files import MemorySandbox, RecordingFiles, empty_copy
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from dsec_sandboxd.kernel.interface import CommandSpec, SandboxSpec
     from dsec_sandboxd.kernel.process import OutputKeeper, Process
@@ -165,9 +165,11 @@ class RecordingKernel(RecordedAlone, RecordedCommands, RecordingFiles):
         """Return an identity that is never given twice."""
         return self._require(local).identity
 
-    async def adopt(self, known: Mapping[str, SandboxIdentity]) -> dict[str, str]:
+    async def adopt(
+        self, known: Mapping[str, SandboxIdentity], paused: Collection[str] = ()
+    ) -> dict[str, str]:
         """Take over what ``survivors`` holds under the same identity."""
-        await self._enter("adopt", known=dict(known))
+        await self._enter("adopt", known=dict(known), paused=set(paused))
         lost = {}
         for local, identity in known.items():
             names = {one.identity.init_inode: name for name, one in self.survivors.items()}

@@ -104,13 +104,13 @@ class Copying(KernelPart):
         result_fd, mount_fd = received
         try:
             with socket.socket(fileno=result_fd) as channel:
-                return await _result(channel, mount_fd, cgroup)
+                return await _result(channel, mount_fd)
         except BaseException:
             os.close(mount_fd)
             raise
 
 
-async def _result(channel: socket.socket, mount_fd: int, cgroup: Cgroup | None) -> LayerCopy:
+async def _result(channel: socket.socket, mount_fd: int) -> LayerCopy:
     channel.setblocking(False)
     data = b""
     try:
@@ -119,8 +119,7 @@ async def _result(channel: socket.socket, mount_fd: int, cgroup: Cgroup | None) 
     except TimeoutError:
         pass
     if len(data) != _RESULT.size:
-        if cgroup is not None:
-            cgroup.thaw()  # whoever froze it was killed before it could
+        # Whether the sandbox stands still is seen to by who lent it: it may be paused.
         raise unavailable("the process that copies the writable layer was killed: try again")
     error, step, size_bytes, inodes, _, hole_bytes, frozen_us, _ = _RESULT.unpack(data)
     if error:

@@ -162,6 +162,31 @@ async def test_a_full_disk_is_told_and_writes_go_on_once_there_is_room(
         assert (space.get("k"), space.snapshots) == (b"before", (held,))
 
 
+async def test_writes_go_on_after_a_compaction_that_a_full_disk_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec_common.statedb.engine._REOPEN_PAUSE_S", 0.0)
+    async with StateDB(tmp_path / "db") as database:
+        put_often(database.namespace("rollout"))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(DsecError) as refused:
+                await database.compact()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        # Whoever keeps the error keeps nothing open by it.
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        database.namespace("rollout").put("k", b"after")
+        assert (await database.compact()).kept == 601
+
+
+def put_often(space: Namespace) -> None:
+    for turn in range(3):
+        for number in range(600):
+            space.put(f"key-{number:05}", b"%d" % turn)
+
+
 async def test_a_compaction_cut_off_in_the_middle_loses_nothing(tmp_path: Path) -> None:
     database = StateDB(tmp_path / "db")
     space = database.namespace("rollout")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,10 +104,34 @@ async def test_damage_is_an_error_and_repair_keeps_the_rest(tmp_path: Path) -> N
         assert await database.verify() == 1000
 
 
-async def test_one_process_has_it_open(database: StateDB, tmp_path: Path) -> None:
-    with pytest.raises(DsecError, match="open already") as refused:
-        StateDB(tmp_path / "db")
-    assert refused.value.code is ErrorCode.UNAVAILABLE
+def paths_of(directory: Path) -> list[Path]:
+    """Return the same directory in several ways, one of them from where this process is."""
+    (directory.parent / "link").symlink_to(directory)
+    (directory.parent / "beside").mkdir()
+    os.chdir(directory.parent)
+    return [directory, Path("db"), directory.parent / "link", directory.parent / "beside/../db"]
+
+
+def said_by_another_process(directory: Path) -> str:
+    """Return what another process says that opens a StateDB; nothing when it may."""
+    program = "import pathlib, sys; from dsec_common.statedb import StateDB; "
+    program += "StateDB(pathlib.Path(sys.argv[1]))"
+    words = [sys.executable, "-c", program, str(directory)]
+    return subprocess.run(words, check=False, stderr=subprocess.PIPE, text=True).stderr
+
+
+async def test_it_is_open_once_by_whatever_path(
+    database: StateDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in paths_of(tmp_path / "db"):
+        for opening in (asyncio.to_thread(StateDB, path), repair(path)):
+            with pytest.raises(DsecError, match="open already") as refused:
+                await opening
+            assert refused.value.code is ErrorCode.UNAVAILABLE
+    # What was refused has not let go of the lock that keeps other processes out.
+    assert "open already" in said_by_another_process(tmp_path / "db")
+    database.namespace("a").put("k", b"v")
 
 
 async def test_after_its_end_every_call_says_so_and_it_can_be_opened_again(

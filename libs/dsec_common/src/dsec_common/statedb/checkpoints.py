@@ -147,6 +147,7 @@ def sync(path: Path) -> None:
 
 
 def _repair(directory: Path) -> None:
+    directory = directory.resolve()  # by which RocksDB knows whether it is open
     _log.warning("statedb_repair", directory=str(directory))
     try:
         Rdict.repair(str(directory), options(WRITE_BUFFER_BYTES_MIN))

@@ -68,16 +68,23 @@ class Pass:
         return Compacted(self.kept, self.removed)
 
     def _step(self) -> bool:
-        """Look at some versions; return whether others follow."""
+        """Look at some versions, and remove the dead; return whether others follow."""
+        dead: list[bytes] = []
+        goes_on = self._look(dead)
+        # Without an iterator, not even in the traceback of a refusal: one keeps the database
+        # locked, which has to be opened again then.
+        self._remove(dead)
+        return goes_on
+
+    def _look(self, dead: list[bytes]) -> bool:
+        """Add those that are dead among the next versions; return whether others follow."""
         iterator = self._engine.iterate()
         iterator.seek(self._next)
-        dead: list[bytes] = []
         for _ in range(_STEP):
             stored = iterator.key() if iterator.valid() else None
             if stored is None or not stored.startswith(self._data):
                 self._engine.check(iterator)
                 self._end_key(dead)
-                self._remove(dead)
                 return False
             if not stored.startswith(self._head) or not self._head:
                 self._end_key(dead)
@@ -85,7 +92,6 @@ class Pass:
             self._judge(stored, iterator.value(), dead)
             self._next = stored + b"\0"
             iterator.next()
-        self._remove(dead)
         return True
 
     def _judge(self, stored: bytes, value: bytes, dead: list[bytes]) -> None:

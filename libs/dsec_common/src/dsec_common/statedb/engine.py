@@ -92,7 +92,9 @@ class Engine:
             DsecError: ``unavailable`` when another process has it open; ``internal`` when it is
                 damaged.
         """
-        self.directory = directory
+        # RocksDB knows what this process has open by its path: by another path of the same
+        # directory it would open it again, and let go of the lock for all.
+        self.directory = directory = directory.resolve()
         self.openings = 0
         self.is_closed = False
         self._buffer_bytes = buffer_bytes

@@ -37,6 +37,7 @@ def test_steps_have_the_same_names_in_the_same_order() -> None:
     ("name", "prefix", "python"),
     [
         ("spawner_request_kind", "SPAWNER_", protocol.SpawnerKind),
+        ("spawner_lend_flags", "", protocol.Lending),
         ("control_request_kind", "CONTROL_", protocol.ControlKind),
         ("control_flags", "CONTROL_", protocol.ControlFlag),
         ("control_reply_kind", "CONTROL_", protocol.ReplyKind),
@@ -54,7 +55,7 @@ def test_enumerations_agree(name: str, prefix: str, python: type[IntEnum | IntFl
 
 #: What each protocol is, by its number: a hash of its part of the header without comments.
 PROTOCOLS = {
-    ("SPAWNER", "daemon <-> spawner", 1): "3989bcbeca572e6e",
+    ("SPAWNER", "daemon <-> spawner", 2): "f63ca5ad882edf2a",
     ("CONTROL", "daemon <-> PID 1", 1): "23f71b7cf6a1bddc",
 }
 

@@ -27,7 +27,7 @@ _STEP_NAMES: Final = (
 STEPS: Final = tuple(_STEP_NAMES.split())
 """Every operation that can fail, in the order of the C enumeration."""
 
-SPAWNER_PROTOCOL: Final = 1
+SPAWNER_PROTOCOL: Final = 2
 """Of what is said to the spawner, whose first packet names it."""
 CONTROL_PROTOCOL: Final = 1
 """Of what is said to PID 1, kept with each sandbox for a later daemon."""
@@ -63,6 +63,17 @@ class SpawnerKind(IntEnum):
     ADOPT = 6
     SNAPSHOT = 7
     RESIZE = 8
+    LEND = 9
+
+
+class Lending(IntEnum):
+    """What a living sandbox is lent, in place of flags."""
+
+    LEND_DEVICES = 1
+    TAKE_DEVICES = 2
+    LEND_LAYER = 3
+    LEND_VOLUME = 4
+    LEND_GIVEN = 5
 
 
 class ControlKind(IntEnum):
@@ -179,6 +190,7 @@ CREATE_CORE_SCHEDULING: Final = 4
 CREATE_ON_SNAPSHOT: Final = 8
 CREATE_HAS_PIPES_MOUNT: Final = 16
 SETTING_DEVICE: Final = 127
+SETTING_PATH: Final = 126
 HOLD_IS_MOUNT: Final = 1
 
 

@@ -35,7 +35,7 @@ from dsec_sandboxd.kernel.interface import (
     Stream,
 )
 from dsec_sandboxd.kernel.layer_copies import LayerCopy
-from dsec_sandboxd.kernel.recorded_alone import RecordedAlone
+from dsec_sandboxd.kernel.recorded_lending import RecordedLending
 from dsec_sandboxd.kernel.recorded_process import RecordedCommands, recorded_process, tell_output
 from dsec_sandboxd.kernel.recording_files import MemorySandbox, RecordingFiles, empty_copy
 
@@ -89,7 +89,7 @@ class _Sandbox:
         self.files.clear()
 
 
-class RecordingKernel(RecordedAlone, RecordedCommands, RecordingFiles):
+class RecordingKernel(RecordedLending, RecordedCommands, RecordingFiles):
     """``Kernel`` in memory. Close it: files are descriptors."""
 
     def __init__(self, facts: KernelFacts = FACTS, leftovers: tuple[str, ...] = ()) -> None:

@@ -20,7 +20,9 @@ from dsec_sandboxd.kernel.protocol import (
 )
 
 if TYPE_CHECKING:
-    from dsec_sandboxd.kernel.interface import SandboxSpec
+    from collections.abc import Sequence
+
+    from dsec_sandboxd.kernel.interface import DeviceNode, SandboxSpec
 
 _LOCAL: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _HOSTNAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
@@ -67,11 +69,11 @@ def check_spec(spec: SandboxSpec, missing: tuple[str, ...] = ()) -> CgroupLimits
     )
 
 
-def device_texts(spec: SandboxSpec) -> list[LimitText]:
-    """Return the devices as the spawner's request carries them, among its texts."""
+def device_texts(devices: Sequence[DeviceNode]) -> list[LimitText]:
+    """Return devices as the spawner's request carries them, among its texts."""
     return [
         LimitText(SETTING_DEVICE, device.name, b"%d:%d" % (device.major, device.minor))
-        for device in spec.devices
+        for device in devices
     ]
 
 

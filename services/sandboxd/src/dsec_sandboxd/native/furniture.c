@@ -5,6 +5,7 @@
  */
 #include "spawner.h"
 
+#include <stdbool.h>
 #include <stdio.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
@@ -47,10 +48,32 @@ static int add_device(int directory_fd, const char *name, const char *numbers)
         if (mkdirat(directory_fd, directory, 0755) < 0 && errno != EEXIST)
             return -1;
     }
-    return mknodat(directory_fd, name, S_IFCHR | 0666, makedev(major, minor));
+    if (mknodat(directory_fd, name, S_IFCHR | 0666, makedev(major, minor)) == 0)
+        return 0;
+    /* Lent again after a daemon died on the way? */
+    struct stat status;
+    if (errno == EEXIST && fstatat(directory_fd, name, &status, AT_SYMLINK_NOFOLLOW) == 0 && S_ISCHR(status.st_mode) &&
+        status.st_rdev == makedev(major, minor))
+        return 0;
+    return -1;
 }
 
-static int add_devices(int writable_fd, const struct spawner_request *request)
+/* Its directory goes with the last device in it. */
+static int remove_device(int directory_fd, const char *name)
+{
+    char directory[64];
+    const char *slash = strchr(name, '/');
+
+    if (unlinkat(directory_fd, name, 0) < 0 && errno != ENOENT)
+        return -1;
+    if (slash && (size_t)(slash - name) < sizeof directory) {
+        snprintf(directory, sizeof directory, "%.*s", (int)(slash - name), name);
+        (void)unlinkat(directory_fd, directory, AT_REMOVEDIR);
+    }
+    return 0;
+}
+
+int change_devices(int writable_fd, const struct spawner_request *request, bool remove)
 {
     const char *at = request->settings, *end = at + request->settings_bytes;
     int result = 0, directory_fd = -1;
@@ -62,7 +85,10 @@ static int add_devices(int writable_fd, const struct spawner_request *request)
             continue;
         if (directory_fd < 0)
             directory_fd = openat(writable_fd, "furniture/dev", O_PATH | O_DIRECTORY | O_CLOEXEC);
-        result = directory_fd < 0 ? -1 : add_device(directory_fd, name, numbers);
+        if (directory_fd < 0)
+            result = -1;
+        else
+            result = remove ? remove_device(directory_fd, name) : add_device(directory_fd, name, numbers);
     }
     int saved = errno;
     close_if_open(directory_fd);
@@ -83,7 +109,7 @@ int furnish(int writable_fd, const struct spawner_request *request)
             return -1;
     if (mknodat(writable_fd, "furniture/masks/file", S_IFREG | 0444, 0) < 0)
         return -1;
-    return add_devices(writable_fd, request);
+    return change_devices(writable_fd, request, false);
 }
 
 int clone_furniture(int writable_fd)

@@ -4,6 +4,8 @@
 #include <stdbool.h>
 #include <stdio.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
+#include <linux/magic.h>
 
 static int finish(int context, unsigned attributes)
 {
@@ -30,6 +32,19 @@ int mount_layer(int image_fd, struct failure *failure)
     close(context);
     errno = saved;
     return mount_fd < 0 ? fail(failure, STEP_LAYER_MOUNT) : mount_fd;
+}
+
+int copy_of_mount(int fd, struct failure *failure)
+{
+    struct statx status;
+    struct statfs file_system;
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_TYPE, &status) < 0 || fstatfs(fd, &file_system) < 0)
+        return fail(failure, STEP_LAYER_MOUNT);
+    if (!S_ISDIR(status.stx_mode) || !(status.stx_attributes & STATX_ATTR_MOUNT_ROOT) ||
+        file_system.f_type != TMPFS_MAGIC)
+        return refuse(failure, EINVAL);
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+    return copy < 0 ? fail(failure, STEP_LAYER_MOUNT) : copy;
 }
 
 static int map_ids(int mount_fd, int mapping_fd)
@@ -200,4 +215,41 @@ undo:
     close_if_open(mounts->writable_fd);
     mounts->shared_fd = mounts->furniture_fd = mounts->writable_fd = -1;
     return -1;
+}
+
+/* Give a mount the ids of a sandbox; it is closed when that fails. */
+static int mapped(int mount_fd, int mapping_fd)
+{
+    if (mount_fd >= 0 && map_ids(mount_fd, mapping_fd) < 0) {
+        int saved = errno;
+        close(mount_fd);
+        errno = saved;
+        return -1;
+    }
+    return mount_fd;
+}
+
+int clone_layer(int layer_fd, int mapping_fd)
+{
+    return mapped(open_tree(layer_fd, "", AT_EMPTY_PATH | OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC), mapping_fd);
+}
+
+int make_volume(uint64_t bytes, uint64_t inodes, int mapping_fd)
+{
+    char number[32];
+    int context = fsopen("tmpfs", FSOPEN_CLOEXEC), mount_fd = -1;
+
+    if (context < 0)
+        return -1;
+    snprintf(number, sizeof number, "%llu", (unsigned long long)bytes);
+    int made = fsconfig(context, FSCONFIG_SET_STRING, "source", "dsec-volume", 0) == 0 &&
+               fsconfig(context, FSCONFIG_SET_STRING, "mode", "1777", 0) == 0 &&
+               fsconfig(context, FSCONFIG_SET_STRING, "size", number, 0) == 0;
+    snprintf(number, sizeof number, "%llu", (unsigned long long)inodes);
+    if (made && fsconfig(context, FSCONFIG_SET_STRING, "nr_inodes", number, 0) == 0)
+        mount_fd = finish(context, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV);
+    int saved = errno;
+    close(context);
+    errno = saved;
+    return mapped(mount_fd, mapping_fd);
 }

@@ -34,7 +34,7 @@ enum dsec_step {
 /* ---- daemon <-> spawner ---- */
 
 /* Changes with anything in this part: the first packet says it, and a daemon refuses another one's spawner. */
-#define DSEC_SPAWNER_PROTOCOL 1
+#define DSEC_SPAWNER_PROTOCOL 2
 
 #define DSEC_LAYERS_MAX 16
 #define DSEC_LAYER_HANDLES 4096
@@ -55,6 +55,7 @@ enum spawner_request_kind {
     SPAWNER_ADOPT = 6,   /* a sandbox that another spawner made; descriptors: writable layer, network namespace */
     SPAWNER_SNAPSHOT = 7, /* copy a writable layer; descriptors: v2 directory. Or fold held layers; none */
     SPAWNER_RESIZE = 8,   /* size the writable layer of a sandbox that was made ahead of need */
+    SPAWNER_LEND = 9,     /* to a living sandbox. Descriptors for a mount: PID 1's pidfd, the place on the host, a mount */
 };
 
 enum spawner_create_flags {
@@ -67,6 +68,16 @@ enum spawner_create_flags {
 
 /* In place of a tree's number in the settings: a device, its name in /dev and `major:minor`. */
 #define DSEC_SETTING_DEVICE 127
+/* Likewise: where in the sandbox a mount is lent, an absolute path, and an empty text. */
+#define DSEC_SETTING_PATH 126
+
+enum spawner_lend_flags { /* one of them */
+    LEND_DEVICES = 1, /* those of the settings */
+    TAKE_DEVICES = 2,
+    LEND_LAYER = 3,  /* a held layer, read-only */
+    LEND_VOLUME = 4, /* a new tmpfs of disk_bytes and inodes */
+    LEND_GIVEN = 5,  /* the mount that the last descriptor is */
+};
 
 enum spawner_hold_flags {
     HOLD_IS_MOUNT = 1, /* the descriptor is no image but a mount, which is held as it is */

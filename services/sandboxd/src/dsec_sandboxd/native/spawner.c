@@ -17,8 +17,6 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/vfs.h>
-#include <linux/magic.h>
 #include <linux/securebits.h>
 
 #define CHILD_TIMEOUT_MS 10000
@@ -57,24 +55,10 @@ int make_long_lived(int fd)
     return moved;
 }
 
-static int refuse(struct failure *failure, int error)
+int refuse(struct failure *failure, int error)
 {
     errno = error;
     return fail(failure, STEP_PROTOCOL);
-}
-
-/* A tree that is mounted already: the root of a mount, a directory of a tmpfs. */
-static int copy_of_mount(int fd, struct failure *failure)
-{
-    struct statx status;
-    struct statfs file_system;
-    if (statx(fd, "", AT_EMPTY_PATH, STATX_TYPE, &status) < 0 || fstatfs(fd, &file_system) < 0)
-        return fail(failure, STEP_LAYER_MOUNT);
-    if (!S_ISDIR(status.stx_mode) || !(status.stx_attributes & STATX_ATTR_MOUNT_ROOT) ||
-        file_system.f_type != TMPFS_MAGIC)
-        return refuse(failure, EINVAL);
-    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-    return copy < 0 ? fail(failure, STEP_LAYER_MOUNT) : copy;
 }
 
 static int hold(const struct spawner_request *request, const int *fds, int count, struct failure *failure)
@@ -370,6 +354,18 @@ static int resize_made(const struct spawner_request *request, int count, struct 
     return resize_writable(request, slot, failure);
 }
 
+static int lend(const struct spawner_request *request, const int *fds, int count, struct failure *failure)
+{
+    if (check_slot(request, failure) < 0)
+        return -1;
+    struct slot *slot = &slots[request->slot];
+    if (!slot->writable_fd)
+        return refuse(failure, ESRCH);
+    if (slot_warm(slot, request->base_id, host.own_network_fd, failure) < 0)
+        return -1;
+    return lend_to(request, slot, request->layer < DSEC_LAYER_HANDLES ? layers[request->layer] : 0, fds, count, failure);
+}
+
 static int snapshot(const struct spawner_request *request, const int *fds, int count, int *reply_fds,
                     struct failure *failure)
 {
@@ -438,6 +434,9 @@ static int serve(void)
             break;
         case SPAWNER_RESIZE:
             result = resize_made(request, turn->count, &failure);
+            break;
+        case SPAWNER_LEND:
+            result = lend(request, turn->fds, turn->count, &failure);
             break;
         default:
             result = refuse(&failure, EPROTO);

@@ -2,6 +2,7 @@
 #ifndef DSEC_SPAWNER_H
 #define DSEC_SPAWNER_H
 
+#include <stdbool.h>
 #include <linux/filter.h>
 
 #include "protocol.h"
@@ -21,6 +22,8 @@ struct failure {
 
 /* Record errno under a step; returns -1 so that callers can `return fail(...)`. */
 int fail(struct failure *failure, enum dsec_step step);
+/* The same for a request that cannot be meant so. */
+int refuse(struct failure *failure, int error);
 /* Move a descriptor to the long-lived range, close-on-exec; the old one is closed. */
 int make_long_lived(int fd);
 
@@ -63,6 +66,12 @@ int write_oom_score(pid_t pid);
 /* Mount an EROFS image detached; returns its descriptor or -1. */
 int mount_layer(int image_fd, struct failure *failure);
 
+/* A tree that is mounted already: the root of a mount, a directory of a tmpfs. Returns its descriptor or -1. */
+int copy_of_mount(int fd, struct failure *failure);
+/* Detached mounts with a sandbox's ids, or -1 with errno: of a held layer, and of a new tmpfs that anybody may write. */
+int clone_layer(int layer_fd, int mapping_fd);
+int make_volume(uint64_t bytes, uint64_t inodes, int mapping_fd);
+
 struct sandbox_mounts {
     int overlay_fd;  /* detached: the root */
     int shared_fd;   /* detached: /dev/shm, a directory of the writable layer */
@@ -79,6 +88,8 @@ struct sandbox_mounts {
  * root's. Returns 0 or -1.
  */
 int furnish(int writable_fd, const struct spawner_request *request);
+/* Add the request's devices to what furnish() made, or remove them; what is so already is fine. Returns 0 or -1. */
+int change_devices(int writable_fd, const struct spawner_request *request, bool remove);
 /* Returns a detached mount of the furniture, or -1. */
 int clone_furniture(int writable_fd);
 /*
@@ -103,6 +114,10 @@ int snapshot_begin(const struct spawner_request *request, const struct slot *slo
 
 /* Size a living sandbox's writable layer; not half done on failure. */
 int resize_writable(const struct spawner_request *request, const struct slot *slot, struct failure *failure);
+
+/* Give a living sandbox what it is lent for a while: devices, which are taken back here too, or a mount. */
+int lend_to(const struct spawner_request *request, const struct slot *slot, int layer_fd, const int *fds, int count,
+            struct failure *failure);
 
 /* The next of some strings that each end with a NUL; NULL when there is no whole one. */
 const char *take_text(const char **at, const char *end);

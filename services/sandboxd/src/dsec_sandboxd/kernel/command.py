@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.interface import CommandResult, Stream
@@ -24,6 +24,10 @@ LASTING_S: Final = 0.005
 _PUT_OFF_MAX: Final = 8
 #: A pipe's largest size for an unprivileged process: what an ended command may have left in it.
 _LEFT_IN_PIPE_MAX: Final = 1 << 20
+#: A killed tree is looked at so often, and so many times, before its command is over without it:
+#: what stays in the kernel that long (a device, a dead network file system) nobody should wait for.
+_LOOK_S: Final = 0.001
+_LOOKS_MAX: Final = 1000
 
 
 def out_of_descriptors() -> DsecError:
@@ -115,7 +119,16 @@ class _Output:
             self.descriptor = -1
 
 
-Settle = Callable[["CommandRun", CommandResult | None], CommandResult | None]
+class Settlement(Protocol):
+    """What a command has of its sandbox's, and is to let go of at its end."""
+
+    def is_dying(self, run: CommandRun) -> bool:
+        """Return whether something of a command that is to be ended whole still lives."""
+        ...
+
+    def settle(self, run: CommandRun, result: CommandResult | None) -> CommandResult | None:
+        """Let go; return the result that the command is to have."""
+        ...
 
 
 class CommandRun:
@@ -125,8 +138,8 @@ class CommandRun:
     once, at its end. So nothing of it was taken when a daemon dies so early, and whoever comes next
     finds it all.
 
-    ``settle`` is called before ``done`` resolves, with the result or None, and returns the result
-    that it is to have.
+    ``settlement`` is asked before ``done`` resolves, which it does not while something of a command
+    that took too long is dying: at most for a second.
 
     Attributes:
         is_held: PID 1 tells of it only when it has ended, with all that it printed, unless it
@@ -142,13 +155,13 @@ class CommandRun:
         spec: CommandSpec,
         on_output: Callable[[Stream, bytes], None] | None,
         keeper: OutputKeeper | None = None,
-        settle: Settle | None = None,
+        settlement: Settlement | None = None,
     ) -> None:
         self.run_id = run_id
         self.spec = spec
         self.on_output = on_output
         self._keeper = keeper
-        self._settle = settle
+        self._settlement = settlement
         self._lasts: asyncio.TimerHandle | None = None
         self._lasts_at = 0.0
         self._put_off = 0
@@ -240,6 +253,14 @@ class CommandRun:
         )
         if self._keeper is not None:
             self._keeper.over(result)
+        self._take_end(result, _LOOKS_MAX)
+
+    def _take_end(self, result: CommandResult, looks: int) -> None:
+        if self.done.done():
+            return
+        if looks and self._settlement is not None and self._settlement.is_dying(self):
+            self.loop.call_later(_LOOK_S, self._take_end, result, looks - 1)
+            return
         try:
             self.done.set_result(self._settled(result) or result)
         except Exception as error:  # noqa: BLE001  whoever waits is told
@@ -256,8 +277,8 @@ class CommandRun:
                 self.done.exception()  # its waiter may have been cancelled
 
     def _settled(self, result: CommandResult | None) -> CommandResult | None:
-        settle, self._settle = self._settle, None
-        return settle(self, result) if settle is not None else result
+        settlement, self._settlement = self._settlement, None
+        return settlement.settle(self, result) if settlement is not None else result
 
     def _kept(self, stream: Stream) -> bytes:
         output = self._outputs.get(stream)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from dsec_common.errors import DsecError, ErrorCode, invalid
-from dsec_sandboxd.kernel.command import CommandRun, Settle, out_of_descriptors
+from dsec_sandboxd.kernel.command import CommandRun, Settlement, out_of_descriptors
 from dsec_sandboxd.kernel.init_packets import (
     ANCILLARY_BYTES,
     check_command,
@@ -121,11 +121,11 @@ class InitClient:
         on_output: Callable[[Stream, bytes], None] | None,
         *,
         keeper: OutputKeeper | None = None,
-        settle: Settle | None = None,
+        settlement: Settlement | None = None,
     ) -> CommandRun:
         """Ask for a command; its run resolves when it has ended or could not start."""
         check_command(spec)
-        run = CommandRun(self._take_id(), spec, on_output, keeper, settle)
+        run = CommandRun(self._take_id(), spec, on_output, keeper, settlement)
         if keeper is not None:
             keeper.asked(run.run_id)
         if run.is_held:

@@ -145,6 +145,18 @@ class _OneShot:
         if init.alive:
             init.signal(run.run_id, directory.descriptor, signal.SIGTERM)
 
+    def is_dying(self, run: CommandRun) -> bool:
+        """End a command that took too long whole; return whether something of it still lives."""
+        directory, sandbox = self._directory, self._sandbox
+        if directory is None or not run.timed_out or sandbox.pidfd < 0:
+            return False
+        if not directory.killed:
+            sandbox.kill_directory(directory)
+        try:
+            return sandbox.cgroup.exec_populated(directory.name)
+        except DsecError:  # without a descriptor nobody can see
+            return False
+
     def settle(self, run: CommandRun, result: CommandResult | None) -> CommandResult | None:
         """Let go of what the command had; return its result with whether memory ran out."""
         directory = self._directory
@@ -224,7 +236,7 @@ class SandboxCommands:
                 int(directory.name),
                 on_output,
                 keeper=keeper,
-                settle=one.settle,
+                settlement=one,
             )
         except DsecError:
             self.give_back_directory(directory)

@@ -137,6 +137,10 @@ async def test_an_environment_is_proven_and_holds_neither_its_tests_nor_what_bui
         ),
         pytest.param(("echo SUMS-CANARY-7F3A > /app/notes", "canary", "/app/notes"), id="a canary"),
         pytest.param(
+            ("echo sums-canary-7f3a > /.dsec-factory", "canary", "/.dsec-factory"),
+            id="where the platform's own mark is",
+        ),
+        pytest.param(
             (
                 "echo 'token: ghp_a1B2c3D4e5F6a1B2c3D4e5F6a1B2c3D4e5F6' > /app/notes",
                 "credential",

@@ -84,11 +84,39 @@ def sqlite_of(data: bytes) -> bytes:
     return whole
 
 
+def in_pieces(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
 def split_base64(data: bytes) -> bytes:
     """Write it as a program would that hides it: short pieces, added up."""
-    text = base64.b64encode(data).decode()
-    pieces = [text[at : at + 13] for at in range(0, len(text), 13)]
-    return b"x = (\n" + b"".join(b"    '%s' +\n" % piece.encode() for piece in pieces)
+    pieces = in_pieces(base64.b64encode(data), 13)
+    return b"x = (\n" + b"".join(b"    '%s' +\n" % piece for piece in pieces)
+
+
+def comments_of_base64(data: bytes) -> bytes:
+    return b"".join(b"# %s\n" % piece for piece in in_pieces(base64.b64encode(data), 60))
+
+
+def old_tar_of(name: str, data: bytes) -> bytes:
+    """Return a tar as it was before there was a mark in it."""
+    made = bytearray(tar_of(name, data, "w:"))
+    made[257:265] = bytes(8)
+    made[148:156] = b" " * 8
+    made[148:156] = b"%06o\0 " % sum(made[:512])
+    return bytes(made)
+
+
+def bundle_of(data: bytes) -> bytes:
+    """Return what ``git bundle create`` writes: a pack behind a head."""
+    kept = zlib.compress(data)
+    size = bytes([0x30 | 0x80 | len(data) & 15, *git_size(len(data) >> 4)])
+    head = b"# v2 git bundle\n%040x refs/heads/main\n\n" % 7
+    return head + b"PACK\0\0\0\2\0\0\0\1" + size + kept + bytes(20)
+
+
+def git_size(left: int) -> list[int]:
+    return [left] if left < 0x80 else [left & 0x7F | 0x80, *git_size(left >> 7)]
 
 
 DISGUISES: dict[str, Callable[[bytes], bytes]] = {
@@ -100,6 +128,9 @@ DISGUISES: dict[str, Callable[[bytes], bytes]] = {
     "with spaces everywhere": lambda data: b" ".join(bytes([byte]) for byte in data),
     "with other quotes": lambda data: data.replace(b'"', b"'"),
     "with zero-width spaces": lambda data: data.replace(b" ", b" \xe2\x80\x8b"),
+    "with what nobody sees": lambda data: "\ufe0f\u034f\u180e\U000e0041\u2003".join(
+        data.decode()
+    ).encode(),
     "with CRLF and tabs": lambda data: data.replace(b"\n", b"\r\n").replace(b"    ", b"\t"),
     "as comments": lambda data: b"".join(b"# " + line for line in data.splitlines(True)),
     "UTF-16": lambda data: data.decode().encode("utf-16"),
@@ -120,6 +151,14 @@ DISGUISES: dict[str, Callable[[bytes], bytes]] = {
     "xz": lzma.compress,
     "zlib": zlib.compress,
     "zstandard": lambda data: bytes(cramjam.zstd.compress(data)),
+    "zstandard behind a frame that is passed over": lambda data: (
+        b"\x5a\x2a\x4d\x18\4\0\0\0none" + bytes(cramjam.zstd.compress(data))
+    ),
+    "behind a tar's end": lambda data: (
+        tar_of("a", b"nothing", "w:") + tar_of("b", zlib.compress(data), "w:")
+    ),
+    "tar without a mark": lambda data: old_tar_of("a", zlib.compress(data)),
+    "a bundle of git": bundle_of,
     "tar.gz": lambda data: tar_of("notes.txt", data),
     "zip": lambda data: zip_of("notes.txt", data),
     "zip behind something": lambda data: b"#!/bin/sh\n" + zip_of("notes.txt", data),
@@ -131,8 +170,12 @@ DISGUISES: dict[str, Callable[[bytes], bytes]] = {
     "base64 for addresses": base64.urlsafe_b64encode,
     "base64 in UTF-16": lambda data: base64.b64encode(data).decode().encode("utf-16"),
     "base64 of gzip": lambda data: b"data: " + base64.b64encode(gzip.compress(data)),
+    "base64 of gzip, in pieces": lambda data: split_base64(gzip.compress(data)),
+    "base64 of gzip, in comments": lambda data: comments_of_base64(gzip.compress(data)),
+    "base64 of gzip, behind letters": lambda data: b"x" + base64.b64encode(gzip.compress(data)),
     "base32": base64.b32encode,
     "hexadecimal": lambda data: data.hex().encode(),
+    "hexadecimal in an array": lambda data: ", ".join(f"0x{byte:02x}" for byte in data).encode(),
     "hexadecimal with colons": lambda data: data.hex(":").encode(),
     "sqlite": sqlite_of,
 }
@@ -313,6 +356,11 @@ def test_what_is_packed_too_often_or_closed_is_told_and_may_be_allowed(
     for _ in range(7):
         data = gzip.compress(data)
     (tmp_path / "deep.gz").write_bytes(data)
+    letters = SOLUTION
+    for _ in range(6):
+        letters = base64.b64encode(letters)
+    (tmp_path / "deep.txt").write_bytes(letters)
+    (tmp_path / "closed.lz4").write_bytes(bytes(cramjam.lz4.compress(SOLUTION)))
     (tmp_path / "closed.7z").write_bytes(b"7z\xbc\xaf\x27\x1c" + bytes(64))
     (tmp_path / "torn.pack").write_bytes(b"PACK\0\0\0\2\0\0\0\5" + bytes(64))
     closed = bytearray(zip_of("a", SOLUTION))
@@ -322,10 +370,25 @@ def test_what_is_packed_too_often_or_closed_is_told_and_may_be_allowed(
     found = look(tmp_path, evidence)
     reasons = {finding.path: finding.reason for finding in found if finding.kind == "unreadable"}
     assert "packed more than 5 times" in reasons["/deep.gz"]
+    assert "packed more than 5 times" in reasons["/deep.txt"]
+    assert "lz4" in reasons["/closed.lz4"]
     assert "7z" in reasons["/closed.7z"]
     assert "git pack" in reasons["/torn.pack"]
     assert "password" in reasons["/closed.zip"]
-    assert look(tmp_path, evidence, allow=("/*.gz", "**/closed.*", "/torn.pack")) == []
+    assert look(tmp_path, evidence, allow=("/deep.*", "**/closed.*", "/torn.pack")) == []
+
+
+def test_a_path_that_is_too_long_to_be_followed_is_told(tmp_path: Path, evidence: Evidence) -> None:
+    here = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(20):
+        os.mkdir("d" * 250, dir_fd=here)
+        below = os.open("d" * 250, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    (found,) = look(tmp_path, evidence)
+    assert (found.kind, found.path.count("/")) == ("unreadable", len(found.path) // 251)
+    assert "too long" in found.reason
 
 
 # --- Credentials and residue ---------------------------------------------------------------------
@@ -414,4 +477,9 @@ def test_what_the_documents_say_is_not_seen_is_not_seen(tmp_path: Path, evidence
     (tmp_path / "turned").write_bytes(codecs.encode(SOLUTION.decode(), "rot13").encode())
     (tmp_path / "reversed").write_bytes(SOLUTION[::-1])
     (tmp_path / "base85").write_bytes(base64.b85encode(SOLUTION))
+    (tmp_path / "decimal").write_text(", ".join(map(str, SOLUTION)))
+    (tmp_path / "entities").write_text("".join(f"&#{byte};" for byte in SOLUTION))
+    (tmp_path / "octal").write_text("".join(f"\\{byte:03o}" for byte in SOLUTION))
+    (tmp_path / "uuencode").write_bytes(codecs.encode(SOLUTION, "uu"))
+    (tmp_path / "deflate").write_bytes(zlib.compress(SOLUTION, wbits=-15))
     assert look(tmp_path, evidence) == []

@@ -22,6 +22,9 @@ from dsec.factory.views import Bounds, View, plain, views
 FINDINGS_MAX: Final = 100
 """The most that are told of one environment."""
 
+#: Of Linux: a longer path names nothing.
+_PATH_BYTES_MAX: Final = 4095
+
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Why an environment is refused.
@@ -157,7 +160,7 @@ def look_through(
 
     Raises:
         DsecError: ``invalid`` for a pattern that is none.
-        OSError: when a file cannot be read, or a path is longer than the system takes.
+        OSError: when a file cannot be read.
     """
     search = _Search(evidence, bounds or Bounds())
     left, passed = matcher(residue), matcher(allow)
@@ -170,6 +173,10 @@ def look_through(
                 Finding(path=path, kind="residue", reason="builds leave it, environments do not")
             )
         findings += search.text(path, os.fsencode(path), "its name")
+        if _is_too_long(entry.path):
+            reason = f"its path is too long; {_PATH_BYTES_MAX - len(str(root))} bytes are the most"
+            findings.append(Finding(path=path, kind="unreadable", reason=reason))
+            continue
         status = entry.stat(follow_symlinks=False)
         if stat_bits.S_ISLNK(status.st_mode):
             target = os.fsencode(Path(entry.path).readlink())
@@ -183,7 +190,7 @@ def look_through(
 
 
 def _entries(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield all that is below, in the order of names; directories may be as deep as they like."""
+    """Yield all that is below, in the order of names, as far as paths lead."""
     waiting = [("", str(root))]
     while waiting:
         above, directory = waiting.pop()
@@ -194,5 +201,9 @@ def _entries(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
         waiting += [
             (f"{above}/{entry.name}", entry.path)
             for entry in reversed(found)
-            if entry.is_dir(follow_symlinks=False)
+            if entry.is_dir(follow_symlinks=False) and not _is_too_long(entry.path)
         ]
+
+
+def _is_too_long(path: str) -> bool:
+    return len(os.fsencode(path)) > _PATH_BYTES_MAX

@@ -29,25 +29,36 @@ from dsec.factory.git_objects import PACK_MAGIC, PackError, pack_objects
 #: characters (with them every other byte of UTF-16 and UTF-32), quotes and backslashes.
 _TABLE: Final = bytes(byte + 32 if 65 <= byte <= 90 else byte for byte in range(256))  # noqa: PLR2004
 _DROPPED: Final = bytes(range(0x21)) + b"\x7f\"'`\\"
+#: In UTF-8: spaces of every width, marks that join or part, fillers, selectors of variants, tags.
 _INVISIBLE: Final = re.compile(
-    rb"\xe2\x80[\x8b-\x8f\xa8-\xaf]|\xe2\x81[\xa0-\xaf]|\xef\xbb\xbf|\xc2\xa0|\xc2\xad|\xe3\x80\x80"
+    rb"\xc2[\xa0\xad]|\xcd\x8f|\xd8\x9c"
+    rb"|\xe1(?:\x85[\x9f\xa0]|\x9a\x80|\x9e[\xb4\xb5]|\xa0[\x8b-\x8f])"
+    rb"|\xe2(?:\x80[\x80-\x8f\xa8-\xaf]|\x81[\x9f-\xaf])"
+    rb"|\xe3(?:\x80\x80|\x85\xa4)"
+    rb"|\xef(?:\xb8[\x80-\x8f]|\xbb\xbf|\xbe\xa0|\xbf[\xb9-\xbb])"
+    rb"|\xf3\xa0[\x80-\x87][\x80-\xbf]"
 )
 
 _BASE64: Final = re.compile(rb"[A-Za-z0-9+/_-]{16,}(?:\r?\n[ \t]*[A-Za-z0-9+/_-]+)*")
 _BASE64_JOINED: Final = re.compile(rb"[A-Za-z0-9+/_-]{16,}")
 _BASE32: Final = re.compile(rb"[A-Z2-7]{24,}(?:\r?\n[ \t]*[A-Z2-7]+)*")
-_BETWEEN_DIGITS: Final = re.compile(rb"[\s:]")
-_HEX: Final = re.compile(rb"(?:[0-9A-Fa-f]{2}[\s:]?){12,}")
+_BETWEEN_DIGITS: Final = re.compile(rb"0[xX]|[\s:,]")
+_HEX: Final = re.compile(rb"(?:(?:0[xX])?[0-9A-Fa-f]{2}(?:[\s:]|,\s*)?){12,}")
 _ESCAPED: Final = re.compile(rb"\\x[0-9A-Fa-f]{2}|\\u00[0-9A-Fa-f]{2}|%[0-9A-Fa-f]{2}")
-#: What stands between the pieces of a text that is cut up: in source code, quotes and a plus.
-_BETWEEN: Final = re.compile(rb"[\"'][\s,+.;\\]*[\"']|[\s,]+")
+#: What stands between the pieces of a text that is cut up: in source code, quotes and a plus, or
+#: the mark of a comment.
+_BETWEEN: Final = re.compile(rb"[\"'][\s,+.;\\]*[\"']|\\?[\s,]+(?:[#>;*%]+[ \t]*)?")
+#: What no random bytes look like.
+_LONG_LETTERS: Final = re.compile(rb"[A-Za-z0-9+/_-]{64,}")
 _URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 _WIDE_SHARE: Final = 8
 _STREAMS_MAX: Final = 4096
+_TAR_HEAD_BYTES: Final = 512
 _PIECE_BYTES: Final = 1 << 16
 _DAMAGED: Final = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
 _GZIP: Final = 31  # what zlib calls a gzip stream
 _ENCRYPTED: Final = 1
+_PACK: Final = PACK_MAGIC + b"\0\0\0"
 _ZIP_MEMBER: Final = b"PK\x03\x04"
 _ZIP_HEAD_BYTES: Final = 30
 _ZIP_VERSION_MAX: Final = 63
@@ -58,6 +69,12 @@ _CLOSED: Final = {
     b"Salted__": "encrypted by openssl",
     b"-----BEGIN PGP MESSAGE": "encrypted by PGP",
     b"age-encryption.org/": "encrypted by age",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"\xff\x06\0\0sNaPpY": "snappy",
+    b"\x89LZO\0": "lzop",
+    b"LZIP\1": "lzip",
+    b"\x1f\x9d\x90": "what compress packed",
+    b"hsqs": "a squashfs image",
 }
 
 
@@ -91,7 +108,7 @@ class View(msgspec.Struct, frozen=True):
 
 def plain(data: bytes) -> bytes:
     """Return text without what can be changed at no cost: case, space, quotes, NUL bytes."""
-    if b"\xe2" in data or b"\xc2" in data or b"\xef" in data or b"\xe3" in data:
+    if not data.isascii():
         data = _INVISIBLE.sub(b"", data)
     return data.translate(_TABLE, _DROPPED)
 
@@ -116,7 +133,7 @@ class _Unfolding:
             if data.startswith(magic):
                 yield View(how, b"", f"{name} is not looked into")
         if len(how) >= self._bounds.depth:
-            if any(data.startswith(magic) for magic in _MAGICS) or _is_tar(data):
+            if _goes_on(data):
                 yield View(how, b"", f"packed more than {self._bounds.depth} times")
             return
         try:
@@ -124,14 +141,16 @@ class _Unfolding:
                 self._spend(len(inner))
                 yield from self.views(inner, (*how, step))
             text = data.replace(b"\0", b"")
+            followed = set()
             for step, inner in _encoded(text):
                 self._spend(len(inner))
+                followed.add(inner)
                 yield from self.views(inner, (*how, step))
+            if how[-1:] != ("base64",):
+                yield from self._joined(text, (*how, "base64"), followed)
         except _TooMuch as error:
             yield View(how, b"", str(error))
             return
-        if how[-1:] != ("base64",):
-            yield from (View((*how, step), inner) for step, inner in _joined(text))
         if self._wide:
             yield from (View((*how, step), inner) for step, inner in _wide(data))
 
@@ -139,6 +158,24 @@ class _Unfolding:
         self._left -= size
         if self._left < 0:
             raise _TooMuch(f"it unfolds to more than {self._bounds.unfolded_bytes} bytes")
+
+    def _joined(self, text: bytes, how: tuple[str, ...], followed: set[bytes]) -> Iterator[View]:
+        """Yield base64 that is cut into pieces, or begins anywhere: from each of four places."""
+        others = []
+        for run in _BASE64_JOINED.finditer(_BETWEEN.sub(b"", text)):
+            for start in range(4):
+                inner = _base64(run[0][start:])
+                if not _is_packed(inner):
+                    others.append(inner)
+                elif inner not in followed:
+                    self._spend(len(inner))
+                    yield from self.views(inner, how)
+        if others:
+            whole = b"\n".join(others)
+            yield View(how, whole)
+            for step, inner in self._within(whole):
+                self._spend(len(inner))
+                yield from self.views(inner, (*how, step))
 
     def _packed(self, data: bytes) -> Iterator[tuple[str, bytes]]:
         for magic, (name, unpack) in _MAGICS.items():
@@ -199,6 +236,11 @@ class _Unfolding:
                 at = data.find(mark, max(at - back + self._used, at + 1))
             if at >= 0:
                 raise _TooMuch(f"more than {_STREAMS_MAX} places where {name} may begin")
+        at = data.find(_PACK, 1)  # in a bundle of git, too
+        while at >= 0:
+            with contextlib.suppress(PackError):
+                yield from (("git pack", inner) for inner in pack_objects(data[at:], self._left))
+            at = data.find(_PACK, at + 1)
 
     def _members(self, make: Callable[[], Any], data: bytes) -> Iterator[bytes]:
         """Yield streams that stand one behind the other, as ``cat a.gz b.gz`` leaves them."""
@@ -283,7 +325,9 @@ class _Unfolding:
 
     def _tar(self, data: bytes) -> Iterator[tuple[str, bytes]]:
         try:
-            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            with tarfile.open(
+                fileobj=io.BytesIO(data), mode="r:", ignore_zeros=True
+            ) as archive:  # others may be behind its end
                 for member in archive:
                     names = f"{member.name}\n{member.linkname}\n{member.pax_headers}"
                     yield f"tar:{member.name}", names.encode(errors="surrogateescape")
@@ -306,9 +350,14 @@ _MAGICS: Final[dict[bytes, tuple[str, Callable[[_Unfolding, bytes], Iterator[byt
     b"\xfd7zXZ\x00": ("xz", _Unfolding._xz),  # noqa: SLF001  as above
     b"\x5d\x00\x00": ("lzma", _Unfolding._xz),  # noqa: SLF001  as above
     b"\x28\xb5\x2f\xfd": ("zstandard", _Unfolding._zstd),  # noqa: SLF001  as above
-    PACK_MAGIC + b"\0\0\0": ("git pack", _Unfolding._pack),  # noqa: SLF001  as above
+    _PACK: ("git pack", _Unfolding._pack),  # noqa: SLF001  as above
+    # Frames that are passed over, which may be before those that are not.
+    **dict.fromkeys(
+        (bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60)),
+        ("zstandard", _Unfolding._zstd),  # noqa: SLF001  as above
+    ),
 }
-
+_BEGINNINGS: Final = tuple(_MAGICS)
 
 _STREAMS: Final[tuple[tuple[str, bytes, int, Callable[[], Any]], ...]] = (
     ("gzip", b"\x1f\x8b\x08", 0, lambda: zlib.decompressobj(_GZIP)),
@@ -323,7 +372,25 @@ def _is_zlib(data: bytes) -> bool:
 
 
 def _is_tar(data: bytes) -> bool:
-    return data[257:262] == b"ustar"
+    """Return whether data begins with a member of a tar, be it one of 1979."""
+    if len(data) < _TAR_HEAD_BYTES:
+        return False
+    if data[257:262] == b"ustar":
+        return True
+    said = data[148:156].strip(b" \0")
+    if not data[0] or not said.isdigit():
+        return False
+    others = sum(data[:148]) + sum(data[156:_TAR_HEAD_BYTES])
+    return said.lstrip(b"0") == b"%o" % (others + 8 * ord(" "))
+
+
+def _goes_on(data: bytes) -> bool:
+    """Return whether data is packed or encoded; text that only looks so is not."""
+    if data.startswith(_BEGINNINGS) or _is_tar(data) or _LONG_LETTERS.search(data):
+        return True
+    with contextlib.suppress(zlib.error):
+        return _is_zlib(data) and bool(zlib.decompressobj().decompress(data, 1))
+    return False
 
 
 def _base64(text: bytes) -> bytes:
@@ -348,7 +415,7 @@ def _encoded(text: bytes) -> Iterator[tuple[str, bytes]]:
     ):
         others = []
         for inner in decoded:
-            if inner.startswith(tuple(_MAGICS)) or _is_zlib(inner) or _is_packed(inner):
+            if _is_packed(inner):
                 yield name, inner
             else:
                 others.append(inner)
@@ -364,7 +431,7 @@ def _encoded(text: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _is_packed(data: bytes) -> bool:
-    return _ZIP_MEMBER in data or _is_tar(data)
+    return data.startswith(_BEGINNINGS) or _is_zlib(data) or _is_tar(data) or _ZIP_MEMBER in data
 
 
 def _base32(letters: bytes) -> bytes:
@@ -374,15 +441,6 @@ def _base32(letters: bytes) -> bytes:
 def _hexadecimal(text: bytes) -> bytes:
     digits = _BETWEEN_DIGITS.sub(b"", text)
     return binascii.unhexlify(digits[: len(digits) & ~1])
-
-
-def _joined(text: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield base64 that is cut into pieces, or begins anywhere: from each of four places."""
-    decoded: list[bytes] = []
-    for run in _BASE64_JOINED.finditer(_BETWEEN.sub(b"", text)):
-        decoded += [_base64(run[0][start:]) for start in range(4)]
-    if decoded:
-        yield "base64", b"\n".join(decoded)
 
 
 def _wide(data: bytes) -> Iterator[tuple[str, bytes]]:

@@ -72,9 +72,10 @@ async def test_orphans_of_each_kind_go_and_what_others_have_stays(
             mount_tmpfs(run / "mounted")
             (run / "file").touch()
             upload.touch()
-            group.mkdir()
+            # Whoever looks may find the directory empty, and take it away before somebody is in it.
+            enter = f"until mkdir -p {group} && echo $$ > {group}/cgroup.procs; do :; done"
             process = await asyncio.create_subprocess_exec(
-                "sh", "-c", f"echo $$ > {group}/cgroup.procs; exec sleep 1000"
+                "sh", "-c", f"{enter} 2>/dev/null; exec sleep 1000"
             )
             assert await asyncio.wait_for(process.wait(), 30) == -9
             await until_gone(*planted, upload, group)

@@ -1,9 +1,11 @@
 package agent
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"encoding/json"
 	"time"
 )
 
@@ -31,8 +33,43 @@ func ArgumentsSHA256(arguments map[string]any) (string, error) {
 	if err != nil {
 		return "", invalid("the arguments are no JSON: %v", err)
 	}
-	digest := sha256.Sum256(body)
+	// Read and written again, the fields of structs are sorted, too.
+	decoder := json.NewDecoder(bytes.NewReader(body))
+	decoder.UseNumber()
+	var plain any
+	if err := decoder.Decode(&plain); err != nil {
+		return "", invalid("the arguments are no JSON: %v", err)
+	}
+	if body, err = compactJSON(plain); err != nil {
+		return "", invalid("the arguments are no JSON: %v", err)
+	}
+	digest := sha256.Sum256(unescaped(body))
 	return hex.EncodeToString(digest[:]), nil
+}
+
+// What encoding/json escapes and JSON need not, and what its older versions write otherwise.
+var escapes = map[string]string{
+	`\u2028`: "\u2028", `\u2029`: "\u2029", `\u0008`: `\b`, `\u000c`: `\f`,
+}
+
+func unescaped(body []byte) []byte {
+	plain := make([]byte, 0, len(body))
+	for len(body) > 0 {
+		length := 1
+		if body[0] == '\\' {
+			length = 2
+			if body[1] == 'u' {
+				length = 6
+			}
+		}
+		if shorter, known := escapes[string(body[:length])]; known {
+			plain = append(plain, shorter...)
+		} else {
+			plain = append(plain, body[:length]...)
+		}
+		body = body[length:]
+	}
+	return plain
 }
 
 // CallTool runs work as a tool's call and writes a step of the behaviour log when it is over, named

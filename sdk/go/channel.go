@@ -160,12 +160,16 @@ func (c *Channel) Await(ctx context.Context, seq int64) (Feedback, error) {
 	return feedback, err
 }
 
-// AwaitFor waits so long for the feedback to a report, and returns whether it came.
+// AwaitFor waits so long for the feedback to a report, and returns whether it came. With no time left
+// it asks once.
 func (c *Channel) AwaitFor(
 	ctx context.Context, seq int64, wait time.Duration,
 ) (Feedback, bool, error) {
 	c.mutex.Lock()
 	defer c.mutex.Unlock()
+	if wait < 0 {
+		wait = 0
+	}
 	return c.feedback(ctx, map[string]any{"op": "await", "seq": seq}, wait)
 }
 
@@ -314,18 +318,23 @@ func (c *Channel) askOnce(
 		c.connection = connection
 	}
 	connection := c.connection
-	answered := make(chan struct{})
-	defer close(answered)
+	if err := connection.SetDeadline(time.Now().Add(timeout)); err != nil {
+		return nil, err
+	}
+	answered, over := make(chan struct{}), make(chan struct{})
 	go func() {
+		defer close(over)
 		select {
 		case <-ctx.Done():
 			connection.SetDeadline(time.Now())
 		case <-answered:
 		}
 	}()
-	if err := connection.SetDeadline(time.Now().Add(timeout)); err != nil {
-		return nil, err
-	}
+	// It is waited for, or it might end the next request when this one's context is cancelled.
+	defer func() {
+		close(answered)
+		<-over
+	}()
 	c.lastID++
 	head := []byte(fmt.Sprintf(`{"id":%d,`, c.lastID))
 	frame := binary.BigEndian.AppendUint32(nil, uint32(len(head)+len(body)-1))

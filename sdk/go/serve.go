@@ -1,6 +1,7 @@
 package agent
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -87,7 +88,7 @@ func once(ctx context.Context, agent Agent, source io.Reader, sink io.Writer) er
 	if err != nil {
 		return err
 	}
-	if len(text) == 0 {
+	if len(bytes.TrimSpace(text)) == 0 {
 		text = []byte("null")
 	}
 	if !json.Valid(text) {

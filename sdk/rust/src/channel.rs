@@ -160,7 +160,7 @@ impl Channel {
 
     /// Waits so long for the feedback to a report; None when it did not come.
     pub fn await_for(&mut self, seq: u64, wait: Duration) -> Result<Option<Feedback>, Error> {
-        self.feedback(fields(json!({"op": "await", "seq": seq})), Some(wait))
+        self.feedback(fields(json!({"op": "await", "seq": seq})), wait)
     }
 
     /// Writes one step of the behaviour log. Actions that the platform writes itself are `denied`.
@@ -193,7 +193,7 @@ impl Channel {
 
     fn some_feedback(&mut self, request: Map<String, Value>) -> Result<Feedback, Error> {
         loop {
-            if let Some(feedback) = self.feedback(request.clone(), Some(SLICE))? {
+            if let Some(feedback) = self.feedback(request.clone(), SLICE)? {
                 return Ok(feedback);
             }
         }
@@ -202,9 +202,10 @@ impl Channel {
     fn feedback(
         &mut self,
         mut request: Map<String, Value>,
-        wait: Option<Duration>,
+        wait: Duration,
     ) -> Result<Option<Feedback>, Error> {
-        let until = wait.map(|wait| Instant::now() + wait);
+        // None: so late that there is no such time.
+        let until = Instant::now().checked_add(wait);
         loop {
             let left = until.map_or(SLICE, |until| {
                 until.saturating_duration_since(Instant::now()).min(SLICE)
@@ -239,10 +240,10 @@ impl Channel {
                 ),
             ));
         }
-        let give_up_at = Instant::now() + wait + self.patience;
+        let give_up_at = Instant::now().checked_add(wait.saturating_add(self.patience));
         let mut pause = FIRST_PAUSE;
         loop {
-            let late = Instant::now() > give_up_at;
+            let late = give_up_at.map_or(false, |at| Instant::now() > at);
             let mut next = pause;
             match self.ask_once(&body, wait + MARGIN) {
                 Ok(reply) if reply["error"].is_object() => {

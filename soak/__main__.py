@@ -29,15 +29,7 @@ _COMMAND_LINE: Final = CommandLine(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Soak, print what came of it, and return 0 when all is as it must be."""
-    asked = _COMMAND_LINE.parse(arguments)
-    options = SoakOptions(
-        seed=asked.seed,
-        seconds=asked.seconds,
-        nodes=asked.nodes,
-        users=asked.users,
-        kill_every_s=asked.kill_every_s,
-    )
-    return _COMMAND_LINE.run(soak(options), _tell, as_json=asked.json)
+    return _COMMAND_LINE.run(arguments, SoakOptions, soak, _tell)
 
 
 def _tell(summary: Summary) -> None:

@@ -1,4 +1,4 @@
-"""What both command lines have in common: seed, time, kills, and what a run's end is told by."""
+"""What the command lines have in common: seed, time, kills, and what a run's end is told by."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import msgspec
 import uvloop
 
 from dsec_common.errors import DsecError
+from soak.chaos_run import RunOptions
 
 _SHOWN_MAX: Final = 100
 
@@ -33,6 +34,7 @@ class Told(Protocol):
 
 
 T = TypeVar("T", bound=Told)
+Options = TypeVar("Options", bound=RunOptions)
 
 
 class CommandLine(NamedTuple):
@@ -99,21 +101,36 @@ class CommandLine(NamedTuple):
 
     def run(
         self,
-        work: Coroutine[Any, Any, T],
+        arguments: Sequence[str] | None,
+        kind: type[Options],
+        work: Callable[[Options], Coroutine[Any, Any, T]],
         tell: Callable[[T], None],
-        *,
-        as_json: bool,
     ) -> int:
-        """Do it, print what came of it, and return 0 when that is as it must be, 1 when not.
+        """Do what is asked for, print what came of it, and return how to exit.
 
-        2 when nothing could be started.
+        Args:
+            arguments: of the command line; None for this process's own.
+            kind: of the options that they make, with a field for each of ``counts``.
+            work: does it.
+            tell: prints what only this one's summary says.
+
+        Returns:
+            0 when all is as it must be, 1 when it is not, 2 when nothing could be started.
+
+        Raises:
+            SystemExit: see :meth:`parse`.
         """
+        asked = self.parse(arguments)
+        counts = {name: getattr(asked, name) for name in self.counts}
+        options = kind(
+            seed=asked.seed, seconds=asked.seconds, kill_every_s=asked.kill_every_s, **counts
+        )
         try:
-            summary = uvloop.run(work)
+            summary = uvloop.run(work(options))
         except DsecError as error:
             print(f"{self.name}: {error}", file=sys.stderr)
             return 2
-        if as_json:
+        if asked.json:
             print(msgspec.json.encode(summary).decode())
         else:
             tell(summary)

@@ -21,6 +21,7 @@ from dsec.stack.supervisor import Supervisor
 from dsec_common.embedded.kafka import apache_is_there
 from soak import leaks
 from soak.chaos import Chaos, spawners
+from soak.chaos_run import RunOptions, keep_logs
 from soak.model import Known, Model
 from soak.users import SMALL, STUCK_AFTER_S, User
 
@@ -43,18 +44,15 @@ _ENVIRONMENT: Final = {
 }
 
 
-class SoakOptions(msgspec.Struct, frozen=True, kw_only=True):
+class SoakOptions(RunOptions, frozen=True, kw_only=True):
     """How to soak.
 
     Attributes:
-        kill_every_s: pauses between kills are this long on average; 0 kills nothing.
         most: sandboxes of one user at once.
     """
 
-    seed: int
-    seconds: float
-    nodes: int = 2
-    users: int = 8
+    nodes: int
+    users: int
     kill_every_s: float = 5.0
     most: int = 6
 
@@ -115,7 +113,8 @@ async def soak(options: SoakOptions) -> Summary:
             found += await _use(options, supervisor, model, chaos)
         finally:
             await supervisor.stop()
-            _keep_logs(directory, model, found)
+            if model.violations or found:
+                keep_logs("SOAK_LOGS", directory / "logs", "*.log")
         words = (str(directory), prefix)
         left = {
             "process": leaks.processes_naming(*words),
@@ -357,17 +356,6 @@ async def _wait_for_nothing(supervisor: Supervisor, client: DSecClient, before: 
         if not found or time.monotonic() > deadline:
             return found
         await asyncio.sleep(_POLL_S)
-
-
-def _keep_logs(directory: Path, model: Model, found: list[str]) -> None:
-    """Keep the services' logs of a soak that was not clean."""
-    keep = os.environ.get("SOAK_LOGS")
-    if not keep or not (model.violations or found):
-        return
-    target = Path(keep)
-    target.mkdir(parents=True, exist_ok=True)
-    for log in (directory / "logs").glob("*.log"):
-        (target / log.name).write_bytes(log.read_bytes())
 
 
 @contextlib.contextmanager

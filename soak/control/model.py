@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final
 
-from soak.model import Violation
-
-#: So much of what happened before the first violation is told.
-HISTORY_MAX: Final = 400
+from soak.chaos_run import RunModel
 
 
 @dataclass(slots=True, eq=False)
@@ -32,45 +27,17 @@ class Asked:
     answers: set[str] = field(default_factory=set)
 
 
-class Model:
-    """What is known of a run.
-
-    Attributes:
-        history: what happened last.
-        history_then: what had happened last when something was violated for the first time.
-    """
+class Model(RunModel):
+    """What is known of a run."""
 
     def __init__(self) -> None:
-        self.started = time.monotonic()
+        super().__init__()
         self.asked: dict[str, Asked] = {}
         self.granted: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.again: Counter[str] = Counter()
-        self.kills: Counter[str] = Counter()
         self.died = 0
-        self.violations: list[Violation] = []
-        self.history: deque[str] = deque(maxlen=HISTORY_MAX)
-        self.history_then: list[str] = []
         self._placements: set[str] = set()
-
-    def note(self, what: str) -> None:
-        """Keep what happened, for the last history of a run that failed."""
-        self.history.append(f"{self._after_s():.3f} {what}")
-
-    def violate(self, what: str, who: str) -> None:
-        """Note what must not be."""
-        self.note(f"VIOLATION {who}: {what}")
-        if not self.violations:
-            self.history_then = [*self.history]
-        self.violations.append(Violation(what, "", who, self._after_s()))
-
-    def killed(self, part: str) -> None:
-        """Note that a part was killed."""
-        self.kills[part] += 1
-        self.note(f"kill -9 {part}")
-
-    def _after_s(self) -> float:
-        return round(time.monotonic() - self.started, 3)
 
     # --- What nodes say -----------------------------------------------------------------------
 

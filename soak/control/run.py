@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import tempfile
-import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Final
-
-import msgspec
 
 from dsec import DSecClient
 from dsec.stack.child import ServiceSpec
@@ -19,18 +15,18 @@ from dsec_broker.record import NodeRecord
 from dsec_broker.service import BUCKET
 from dsec_common import subjects
 from dsec_common.bus import Bus, Request
-from dsec_common.errors import DsecError, unavailable
+from dsec_common.errors import DsecError
 from dsec_common.subjects import SYSTEM, ScopedId
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
 from dsec_common.wire.lease import ConservationBroken
 from dsec_common.wire.sandbox import SandboxRefused, SandboxRunning
+from soak.chaos_run import Part, RunOptions, RunSummary, all_ready, facts_of, keep_logs, running
 from soak.control.auditor import Auditor
 from soak.control.model import Model
 from soak.control.nodes import Node, nodes
-from soak.control.parts import Chaos, Part
+from soak.control.parts import Chaos
 from soak.control.users import PATIENCE_S, User
 
-_READY_S: Final = 90.0
 #: A lease whose scheduler died ends by itself, at the latest after the settings below together.
 _DRAIN_S: Final = 60.0
 _POLL_S: Final = 0.1
@@ -48,59 +44,43 @@ _SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 
-class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run.
+class ChaosOptions(RunOptions, frozen=True, kw_only=True):
+    """What to run."""
 
-    Attributes:
-        kill_every_s: pauses between kills are this long on average; 0 kills nothing.
-    """
-
-    seed: int
-    seconds: float
-    brokers: int = 3
-    schedulers: int = 3
-    users: int = 24
-    kill_every_s: float = 2.0
+    brokers: int
+    schedulers: int
+    users: int
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class Summary(RunSummary, frozen=True, kw_only=True):
     """What came of a run.
 
     Attributes:
         asked_again: requests that had to be sent again, by kind: whoever had them was dead.
         revisions: of node records that were checked.
         unseen: and that were replaced before they could be.
-        history: what happened last before something was violated for the first time.
     """
 
-    seed: int
-    seconds: float
+    name = "chaos-control"
+
     requests: int
     granted: dict[str, int]
     refused: dict[str, int]
     asked_again: dict[str, int]
-    kills: dict[str, int]
     sandboxes: int
     died: int
     leases: int
     revisions: int
     unseen: int
-    violations: list[str]
-    history: list[str]
 
-    @property
-    def clean(self) -> bool:
-        """Whether all is as it must be."""
-        return not self.violations
-
-    def line(self) -> str:
-        """Return the whole in one line."""
-        return (
-            f"chaos-control: {'clean' if self.clean else 'NOT CLEAN'}: seed {self.seed}, "
-            f"{self.seconds:.0f} s, {sum(self.kills.values())} kills, {self.requests} requests, "
-            f"{self.sandboxes} sandboxes, {self.leases} leases, {self.revisions} revisions, "
-            f"{len(self.violations)} violations"
-        )
+    def figures(self) -> Mapping[str, int]:
+        """Return what the one line says beside what it says of every run."""
+        return {
+            "requests": self.requests,
+            "sandboxes": self.sandboxes,
+            "leases": self.leases,
+            "revisions": self.revisions,
+        }
 
 
 async def chaos(options: ChaosOptions) -> Summary:
@@ -116,7 +96,7 @@ async def chaos(options: ChaosOptions) -> Summary:
         async with contextlib.AsyncExitStack() as stack:
             nats = await stack.enter_async_context(nats_for_tests())
             parts = await stack.enter_async_context(_parts(options, nats, directory, model))
-            await _all_ready(parts)
+            await all_ready(parts)
             cluster = await stack.enter_async_context(nodes(nats, model, options.seed))
             await stack.enter_async_context(_auditing(nats, auditor, model))
             client = await stack.enter_async_context(
@@ -125,12 +105,13 @@ async def chaos(options: ChaosOptions) -> Summary:
             services = await stack.enter_async_context(nats.service("scheduler"))
             await _use(options, model, parts, client=client, services=services, cluster=cluster)
             try:
-                await _all_ready(parts)
+                await all_ready(parts)
             except DsecError as error:
                 model.violate(error.message, "parts")
             await _end_the_rest(client, model)
             await _drain(model, auditor, cluster)
-        _keep_logs(directory, model)
+        if model.violations:
+            keep_logs("CHAOS_LOGS", directory, "*.log")
     for asked in model.unanswered():
         model.violate(f"lost: a {asked.kind} without an answer", asked.request_id)
     return _summary(options, model, auditor)
@@ -138,20 +119,16 @@ async def chaos(options: ChaosOptions) -> Summary:
 
 def _summary(options: ChaosOptions, model: Model, auditor: Auditor) -> Summary:
     return Summary(
-        seed=options.seed,
-        seconds=time.monotonic() - model.started,
+        **facts_of(options, model),
         requests=len(model.asked),
         granted=dict(model.granted),
         refused=dict(model.refused),
         asked_again=dict(model.again),
-        kills=dict(model.kills),
         sandboxes=sum(len(asked.made) for asked in model.asked.values()),
         died=model.died,
         leases=auditor.leases,
         revisions=auditor.revisions,
         unseen=auditor.unseen,
-        violations=[f"{it.after_s:.3f} s {it.sandbox_id}: {it.what}" for it in model.violations],
-        history=model.history_then,
     )
 
 
@@ -169,13 +146,8 @@ async def _parts(
         for kind, count in counts.items()
         for number in range(1, count + 1)
     ]
-    running = [asyncio.create_task(part.run(), name=part.spec.name) for part in parts]
-    try:
+    async with running(parts, "scheduler", "broker"):
         yield parts
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _spec(kind: str, number: int, nats: NatsForTests, directory: Path) -> ServiceSpec:
@@ -195,28 +167,6 @@ def _spec(kind: str, number: int, nats: NatsForTests, directory: Path) -> Servic
         runtime_file=runtime_file,
         log=directory / f"{name}.log",
     )
-
-
-async def _all_ready(parts: list[Part]) -> None:
-    """Return when every part takes requests."""
-    try:
-        async with asyncio.timeout(_READY_S):
-            for part in parts:
-                await part.ready.wait()
-    except TimeoutError:
-        names = [part.spec.name for part in parts if not part.ready.is_set()]
-        raise unavailable(f"not ready after {_READY_S:g} s: {', '.join(names)}") from None
-
-
-def _keep_logs(directory: Path, model: Model) -> None:
-    """Keep the services' logs of a run that was not clean."""
-    keep = os.environ.get("CHAOS_LOGS")
-    if not keep or not model.violations:
-        return
-    target = Path(keep)
-    target.mkdir(parents=True, exist_ok=True)
-    for log in directory.glob("*.log"):
-        (target / log.name).write_bytes(log.read_bytes())
 
 
 # --- The run ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from dsec_common.logging import configure_logging
+from soak.chaos_run import tell_history
 from soak.command_line import CommandLine
 from soak.rollout.run import ChaosOptions, Summary, chaos
 
@@ -30,16 +31,7 @@ _COMMAND_LINE: Final = CommandLine(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print what came of it, and return 0 when all is as it must be."""
-    asked = _COMMAND_LINE.parse(arguments)
-    options = ChaosOptions(
-        seed=asked.seed,
-        seconds=asked.seconds,
-        nodes=asked.nodes,
-        chronuses=asked.chronuses,
-        agents=asked.agents,
-        kill_every_s=asked.kill_every_s,
-    )
-    return _COMMAND_LINE.run(chaos(options), _tell, as_json=asked.json)
+    return _COMMAND_LINE.run(arguments, ChaosOptions, chaos, _tell)
 
 
 def _tell(summary: Summary) -> None:
@@ -52,10 +44,7 @@ def _tell(summary: Summary) -> None:
         f"journal: {summary.frames} frames by {summary.owners} owners of shards, and "
         f"{summary.unseen} replaced before they were read"
     )
-    if not summary.clean:
-        print("history up to the first violation:")
-        for line in summary.history:
-            print(f"  {line}")
+    tell_history(summary)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.errors import DsecError
 from dsec_common.wire.base import decode
-from soak.control.model import Model
+from soak.chaos_run import RunModel
 
 _PAUSE_S: Final = 0.05
 _TRY_S: Final = 2.0
@@ -51,7 +51,7 @@ class JournalAuditor:
         owners: how often a shard was taken.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: RunModel) -> None:
         self.rollouts: dict[str, Written] = {}
         self.frames = 0
         self.unseen = 0

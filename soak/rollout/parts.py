@@ -17,8 +17,7 @@ import msgspec
 from dsec_common.embedded.nats import NatsServer
 from dsec_common.errors import DsecError
 from dsec_common.processes import wait_exit
-from soak.control.model import Model
-from soak.control.parts import Part
+from soak.chaos_run import Part, RunModel
 from soak.rollout.trainer import FENCED, Settings
 
 #: How often each kind is chosen, that a second trainer starts while the first lives, and that a
@@ -48,7 +47,7 @@ class NatsPart:
 
     kind = "nats"
 
-    def __init__(self, server: NatsServer, model: Model) -> None:
+    def __init__(self, server: NatsServer, model: RunModel) -> None:
         self._server = server
         self._model = model
 
@@ -82,7 +81,7 @@ class Trainers:
 
     kind = "trainer"
 
-    def __init__(self, settings: Settings, model: Model) -> None:
+    def __init__(self, settings: Settings, model: RunModel) -> None:
         self.finished = asyncio.Event()
         self.rivals = 0
         self.fenced = 0

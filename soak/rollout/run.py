@@ -7,8 +7,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +24,17 @@ from dsec_common.bus import Bus, BusConfig
 from dsec_common.embedded.nats import NatsServer
 from dsec_common.errors import unavailable
 from dsec_common.wire.rollout import RolloutInfo
-from soak.control.model import Model
-from soak.control.parts import Part
+from soak.chaos_run import (
+    READY_S,
+    Part,
+    RunModel,
+    RunOptions,
+    RunSummary,
+    all_ready,
+    facts_of,
+    keep_logs,
+    running,
+)
 from soak.rollout import agent, effects
 from soak.rollout.checker import check_ledgers, check_rollout
 from soak.rollout.journal import JournalAuditor, Written
@@ -34,7 +42,6 @@ from soak.rollout.ledger import read_all
 from soak.rollout.parts import Chaos, NatsPart, Trainers, kinds
 from soak.rollout.trainer import OVER, ROLLOUTS, Settings
 
-_READY_S: Final = 90.0
 #: When nobody is killed any more, every rollout comes to its end within this time.
 _END_S: Final = 90.0
 _POLL_S: Final = 0.05
@@ -49,23 +56,19 @@ _COMMAND: Final = (
 _SETTINGS: Final = {"chronus": ("--snapshot-after-frames=2000",)}
 
 
-class ChaosOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ChaosOptions(RunOptions, frozen=True, kw_only=True):
     """What to run.
 
     Attributes:
         agents: sandboxes, each with a rollout of its own.
-        kill_every_s: pauses between kills are this long on average; 0 kills nothing.
     """
 
-    seed: int
-    seconds: float
-    nodes: int = 2
-    chronuses: int = 3
-    agents: int = 12
-    kill_every_s: float = 2.0
+    nodes: int
+    chronuses: int
+    agents: int
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class Summary(RunSummary, frozen=True, kw_only=True):
     """What came of a run.
 
     Attributes:
@@ -77,11 +80,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         stalls: how often a Chronus stood still for about as long as its lease, or longer.
         owners: how often a shard of the journal got an owner.
         unseen: frames that a snapshot replaced before they were read.
-        history: what happened last before something was violated for the first time.
     """
 
-    seed: int
-    seconds: float
+    name = "chaos-rollout"
+
     rollouts: int
     steps: int
     seen_again: int
@@ -92,22 +94,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     owners: int
     frames: int
     unseen: int
-    kills: dict[str, int]
-    violations: list[str]
-    history: list[str]
 
-    @property
-    def clean(self) -> bool:
-        """Whether all is as it must be."""
-        return not self.violations
-
-    def line(self) -> str:
-        """Return the whole in one line."""
-        return (
-            f"chaos-rollout: {'clean' if self.clean else 'NOT CLEAN'}: seed {self.seed}, "
-            f"{self.seconds:.0f} s, {sum(self.kills.values())} kills, {self.rollouts} rollouts, "
-            f"{self.steps} steps, {self.frames} frames, {len(self.violations)} violations"
-        )
+    def figures(self) -> Mapping[str, int]:
+        """Return what the one line says beside what it says of every run."""
+        return {"rollouts": self.rollouts, "steps": self.steps, "frames": self.frames}
 
 
 class _Run:
@@ -123,7 +113,7 @@ class _Run:
             uplink=False,
         )
         self.layout = Layout(self.stack.directory)
-        self.model = Model()
+        self.model = RunModel()
         self.auditor = JournalAuditor(self.model)
         self.steps = 0
         self.died = 0
@@ -149,7 +139,7 @@ async def chaos(options: ChaosOptions) -> Summary:
         async with contextlib.AsyncExitStack() as stack:
             server = await stack.enter_async_context(NatsServer(run.layout.nats, auth))
             parts = await stack.enter_async_context(_parts(run, auth, server))
-            await _all_ready(parts)
+            await all_ready(parts)
             credentials = str(auth.project("default"))
             client = await stack.enter_async_context(DSecClient(server.url, credentials))
             watcher = await stack.enter_async_context(
@@ -179,15 +169,15 @@ async def chaos(options: ChaosOptions) -> Summary:
                 auditing.cancel()
                 await asyncio.gather(auditing, return_exceptions=True)
             await _judge(run, watcher, accounts, trainers)
-        _keep_logs(run)
+        if run.model.violations:
+            logs = ("*.log", "platform/logs/*.log", "platform/nats/*.log")
+            keep_logs("CHAOS_LOGS", run.directory, "ledger-*", *logs)
     return _summary(run, trainers)
 
 
 def _summary(run: _Run, trainers: Trainers) -> Summary:
-    model = run.model
     return Summary(
-        seed=run.options.seed,
-        seconds=time.monotonic() - model.started,
+        **(facts_of(run.options, run.model) | {"kills": kinds(run.model.kills)}),
         rollouts=len(run.auditor.rollouts),
         steps=run.steps,
         seen_again=run.seen_again,
@@ -198,9 +188,6 @@ def _summary(run: _Run, trainers: Trainers) -> Summary:
         owners=run.auditor.owners,
         frames=run.auditor.frames,
         unseen=run.auditor.unseen,
-        kills=kinds(model.kills),
-        violations=[f"{it.after_s:.3f} s {it.sandbox_id}: {it.what}" for it in model.violations],
-        history=model.history_then,
     )
 
 
@@ -232,44 +219,16 @@ async def _parts(run: _Run, auth: AuthDirectory, server: NatsServer) -> AsyncIte
             )
             parts.append(Part(own, run.model))
     holders = [hold_node_name(node) for node in run.stack.node_names()]
-    running = {part: asyncio.create_task(part.run(), name=part.spec.name) for part in parts}
     try:
-        yield parts
+        async with running(parts, SANDBOXD, "chronus", "scheduler", "broker"):
+            yield parts
     finally:
-        for kind in (SANDBOXD, "chronus", "scheduler", "broker"):
-            tasks = [task for part, task in running.items() if part.kind == kind]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
         for node in run.stack.node_names():
             await asyncio.to_thread(sweep_node, node)
         run.layout.remove_traces()
         for holder in holders:
             if holder is not None:
                 holder.close()
-
-
-async def _all_ready(parts: list[Part]) -> None:
-    """Return when every part takes requests."""
-    try:
-        async with asyncio.timeout(_READY_S):
-            for part in parts:
-                await part.ready.wait()
-    except TimeoutError:
-        names = [part.spec.name for part in parts if not part.ready.is_set()]
-        raise unavailable(f"not ready after {_READY_S:g} s: {', '.join(names)}") from None
-
-
-def _keep_logs(run: _Run) -> None:
-    """Keep the logs and ledgers of a run that was not clean."""
-    keep = os.environ.get("CHAOS_LOGS")
-    if not keep or not run.model.violations:
-        return
-    target = Path(keep)
-    target.mkdir(parents=True, exist_ok=True)
-    for pattern in ("ledger-*", "*.log", "platform/logs/*.log", "platform/nats/*.log"):
-        for log in run.directory.glob(pattern):
-            shutil.copy(log, target)
 
 
 # --- The run ----------------------------------------------------------------------------------
@@ -299,12 +258,12 @@ async def _use(
     trainers.start()
     path = run.directory / ROLLOUTS
     try:
-        async with asyncio.timeout(_READY_S):
+        async with asyncio.timeout(READY_S):
             await base
             while not path.exists():
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        raise unavailable(f"no base or no rollouts after {_READY_S:g} s") from None
+        raise unavailable(f"no base or no rollouts after {READY_S:g} s") from None
     rollouts = msgspec.json.decode(path.read_bytes(), type=list[str])
     agents = await asyncio.gather(
         *(_start_agent(run, client, rollout, place) for place, rollout in enumerate(rollouts))
@@ -399,11 +358,11 @@ async def _account(run: _Run, client: DSecClient, one: _Agent) -> _Account | Non
 async def _judge(run: _Run, watcher: Bus, accounts: Sequence[_Account], trainers: Trainers) -> None:
     """Hold what each says of the steps against the others."""
     try:
-        async with asyncio.timeout(_READY_S):
+        async with asyncio.timeout(READY_S):
             while not await run.auditor.read_on(watcher):
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
-        run.wrong(f"cannot be read to its end within {_READY_S:g} s", "journal")
+        run.wrong(f"cannot be read to its end within {READY_S:g} s", "journal")
     written = run.auditor.rollouts
     if len(written) != run.options.agents:
         run.wrong(f"{len(written)} rollouts for {run.options.agents} tasks", "journal")

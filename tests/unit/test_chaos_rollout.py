@@ -19,7 +19,7 @@ from dsec_chronus.records import (
     StageReported,
 )
 from dsec_common.wire.rollout import RolloutInfo, RolloutState
-from soak.control.model import Model
+from soak.chaos_run import RunModel
 from soak.rollout.__main__ import main
 from soak.rollout.checker import check_ledgers, check_rollout
 from soak.rollout.effects import NOTHING, append, chained, line_of, read_lines
@@ -83,7 +83,7 @@ class Run:
     """A run of one rollout in which all went well, until a test changes one of the accounts."""
 
     def __init__(self) -> None:
-        self.model = Model()
+        self.model = RunModel()
         self.auditor = JournalAuditor(self.model)
         self.records: list[Record] = [taken(1), BEGUN]
         for seq in range(1, STEPS + 1):

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from dsec.cli.output import UsageError, age_text, pairs, size_bytes, size_text, time_text
+from dsec.cli.output import (
+    Output,
+    UsageError,
+    age_text,
+    pairs,
+    size_bytes,
+    size_text,
+    time_text,
+)
+from dsec_common.errors import invalid
 
 
 def _dsec(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,6 +45,20 @@ def test_help_names_every_command_and_loads_no_transport(tmp_path: Path) -> None
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=30
     )
     assert loaded.stdout.strip() == "[]"
+
+
+def test_what_agents_name_drives_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\x1b]0;mine\x07\u202etxt\udcff\x9bé\tb\n"
+    out = Output(json=False)
+    out.text(name)
+    out.say(name)
+    out.facts({"file": name})
+    out.table(("FILE",), [(name,)])
+    out.error(invalid(name))
+    said = capsys.readouterr()
+    for line in (said.out + said.err).splitlines():
+        assert all(one.isprintable() or one == "\t" for one in line)
+    assert said.out.startswith("a\\x1b]0;mine\\x07\\u202etxt\\udcff\\x9bé\tb\n")
 
 
 def test_without_a_platform_an_error_says_what_to_do(tmp_path: Path) -> None:

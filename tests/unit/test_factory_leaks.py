@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cramjam
+import msgspec
 import pytest
 
 from dsec.factory import Bounds, Evidence, Finding, evidence_of, look_through, read_secrets
@@ -237,6 +238,17 @@ def test_a_canary_is_found_in_names_and_where_links_lead(
     reasons = {finding.path: finding.reason for finding in look(tmp_path, evidence)}
     assert "its name" in reasons[f"/{CANARY}"]
     assert "where it leads" in reasons["/link"]
+
+
+def test_names_that_are_no_text_can_be_told(tmp_path: Path, evidence: Evidence) -> None:
+    Path(os.fsdecode(bytes(tmp_path) + b"/a\xff")).write_text(CANARY)
+    (tmp_path / "b").write_bytes(tar_of(os.fsdecode(b"c\xfe"), zlib.compress(SOLUTION)))
+    found = look(tmp_path, evidence)
+    assert {(finding.path, finding.inside) for finding in found} == {
+        ("/a\\xff", ()),
+        ("/b", ("gzip", "tar:c\\xfe", "zlib")),
+    }
+    assert msgspec.json.decode(msgspec.json.encode(found), type=list[Finding]) == found
 
 
 def test_a_link_out_of_the_tree_is_not_followed(tmp_path: Path, evidence: Evidence) -> None:

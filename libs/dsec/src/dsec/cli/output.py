@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -20,6 +21,11 @@ EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 EXIT_PIPE_CLOSED: Final = 141
+
+#: Control characters but tabs and ends of lines, the directions of writing, halves of characters.
+_OBEYED: Final = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 Json = Annotated[
     bool,
@@ -48,7 +54,8 @@ class Output:
     """Where a command's results go.
 
     Standard output carries only results: with ``--json`` exactly one document, or one a line for
-    streams. Everything else goes to standard error.
+    streams. Everything else goes to standard error. What is for people drives no terminal, whatever
+    agents called their files: see :func:`visible`.
     """
 
     def __init__(self, *, json: bool) -> None:
@@ -60,14 +67,14 @@ class Output:
         sys.stdout.flush()
 
     def text(self, line: str) -> None:
-        """Write a line for people, as it is."""
-        sys.stdout.write(line + "\n")
+        """Write a line for people."""
+        sys.stdout.write(visible(line) + "\n")
         sys.stdout.flush()
 
     def say(self, line: str) -> None:
         """Tell people how it goes; programs are not told."""
         if not self.json:
-            sys.stderr.write(line + "\n")
+            sys.stderr.write(visible(line) + "\n")
             sys.stderr.flush()
 
     def table(
@@ -87,7 +94,7 @@ class Output:
             table.add_column(column, overflow="fold")
         for row in rows:
             # What users named must not be read as markup.
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(visible(cell)) for cell in row))
         console = Console()
         if console.is_terminal:
             console.print(table)
@@ -106,7 +113,7 @@ class Output:
         if self.json:
             self.error(DsecError(ErrorCode.INVALID, message))
         else:
-            sys.stderr.write(f"{message}\n")
+            sys.stderr.write(f"{visible(message)}\n")
 
     def error(self, error: DsecError) -> None:
         """Tell what failed, where, and what to do."""
@@ -121,7 +128,13 @@ class Output:
             sys.stderr.write(msgspec.json.encode({"error": body}).decode() + "\n")
         else:
             red, plain = ("\x1b[1;31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-            sys.stderr.write(f"{red}error{plain} ({error.code}): {error.message}\n")
+            said = visible(error.message)
+            sys.stderr.write(f"{red}error{plain} ({error.code}): {said}\n")
+
+
+def visible(text: str) -> str:
+    """Return text with what a terminal would obey written as Python's source has it."""
+    return _OBEYED.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
 
 
 def run(

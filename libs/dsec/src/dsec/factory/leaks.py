@@ -30,7 +30,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Why an environment is refused.
 
     Attributes:
-        path: of the file in it, from the root.
+        path: of the file in it, from the root; bytes that are no UTF-8 in hexadecimal.
         kind: ``canary``, ``solution``, ``tests``, ``credential``, ``residue`` or ``unreadable``.
         reason: what was found, in words.
         inside: the way into the file, outermost first: ``gzip``, ``tar:notes.txt``.
@@ -165,14 +165,16 @@ def look_through(
     search = _Search(evidence, bounds or Bounds())
     left, passed = matcher(residue), matcher(allow)
     findings: list[Finding] = []
-    for path, entry in _entries(root):
-        if passed(path):
+    for place, entry in _entries(root):
+        if passed(place):
             continue
-        if left(path):
+        name = os.fsencode(place)
+        path = name.decode(errors="backslashreplace")
+        if left(place):
             findings.append(
                 Finding(path=path, kind="residue", reason="builds leave it, environments do not")
             )
-        findings += search.text(path, os.fsencode(path), "its name")
+        findings += search.text(path, name, "its name")
         if _is_too_long(entry.path):
             reason = f"its path is too long; {_PATH_BYTES_MAX - len(str(root))} bytes are the most"
             findings.append(Finding(path=path, kind="unreadable", reason=reason))

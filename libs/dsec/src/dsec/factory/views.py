@@ -12,6 +12,7 @@ import bz2
 import contextlib
 import io
 import lzma
+import os
 import re
 import struct
 import tarfile
@@ -330,9 +331,10 @@ class _Unfolding:
             ) as archive:  # others may be behind its end
                 for member in archive:
                     names = f"{member.name}\n{member.linkname}\n{member.pax_headers}"
-                    yield f"tar:{member.name}", names.encode(errors="surrogateescape")
+                    name = os.fsencode(member.name).decode(errors="backslashreplace")
+                    yield f"tar:{name}", os.fsencode(names)
                     if member.isreg() and (content := archive.extractfile(member)):
-                        yield f"tar:{member.name}", self._bounded(content)
+                        yield f"tar:{name}", self._bounded(content)
         except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
             raise _TooMuch(f"a tar archive that cannot be read: {error}") from None
 

@@ -11,8 +11,15 @@ import openai
 import pytest
 from aiohttp import web
 
-from dsec.model_relay.calls import ModelAnswer, ModelRequest, ToolCall
-from dsec.model_relay.interfaces import parse_call, render_answer
+from dsec.model_relay.calls import (
+    ModelAnswer,
+    ModelDelta,
+    ModelRequest,
+    ToolCall,
+    begun_of,
+    deltas_of,
+)
+from dsec.model_relay.interfaces import EventWriter, parse_call, render_answer
 from dsec_common.model_errors import API_OF_PATH, ModelCallError
 
 TOOL_SCHEMA = {"type": "object", "properties": {"line": {"type": "string"}}}
@@ -37,6 +44,7 @@ class _Server:
     def __init__(self, *answers: ModelAnswer) -> None:
         self.asked: list[ModelRequest] = []
         self.url = ""
+        self.in_letters = False
         self._answers = list(answers)
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -51,8 +59,24 @@ class _Server:
                 headers=error.headers(),
             )
         self.asked.append(asked)
-        rendered = render_answer(asked, self._answers.pop(0))
+        answer = self._answers.pop(0)
+        if asked.stream and self.in_letters:
+            return web.Response(body=_in_letters(asked, answer), content_type="text/event-stream")
+        rendered = render_answer(asked, answer)
         return web.Response(body=rendered.body, content_type=rendered.content_type)
+
+
+def _in_letters(asked: ModelRequest, answer: ModelAnswer) -> bytes:
+    """Return a stream as of an engine that has a token for each letter."""
+    events = EventWriter(asked)
+    body = events.begin(begun_of(answer))
+    for delta in deltas_of(answer):
+        letters = delta.content or delta.reasoning or delta.arguments
+        for at, letter in enumerate(letters):
+            named = {} if at else {"tool_id": delta.tool_id, "tool_name": delta.tool_name}
+            kind = "content" if delta.content else "reasoning" if delta.reasoning else "arguments"
+            body += events.add(ModelDelta(**{kind: letter, "tool": delta.tool, **named}))
+    return body + events.end(answer)
 
 
 @asynccontextmanager
@@ -80,14 +104,15 @@ def _anthropic(server: _Server) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=server.url, api_key="none")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_chat_with_a_tool_goes_there_and_back(stream: bool) -> None:
+@pytest.mark.parametrize("stream", ["no", "whole", "letters"])
+async def test_a_chat_with_a_tool_goes_there_and_back(stream: str) -> None:
     tools: Any = [{"type": "function", "function": {"name": "sh", "parameters": TOOL_SCHEMA}}]
     said: list[Any] = [{"role": "user", "content": "look"}]
     async with _serving(WITH_A_CALL, IN_WORDS) as server, _openai(server) as client:
+        server.in_letters = stream == "letters"
 
         async def call() -> Any:
-            if not stream:
+            if stream == "no":
                 return await client.chat.completions.create(model="m", messages=said, tools=tools)
             async with client.chat.completions.stream(
                 model="m", messages=said, tools=tools, stream_options={"include_usage": True}
@@ -116,14 +141,15 @@ async def test_a_chat_with_a_tool_goes_there_and_back(stream: bool) -> None:
         assert tool == {"role": "tool", "tool_call_id": "call_1", "content": "a.txt"}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_responses_with_a_tool_go_there_and_back(stream: bool) -> None:
+@pytest.mark.parametrize("stream", ["no", "whole", "letters"])
+async def test_responses_with_a_tool_go_there_and_back(stream: str) -> None:
     tools: Any = [{"type": "function", "name": "sh", "parameters": TOOL_SCHEMA, "strict": False}]
     said: list[Any] = [{"role": "user", "content": "look"}]
     async with _serving(WITH_A_CALL, IN_WORDS) as server, _openai(server) as client:
+        server.in_letters = stream == "letters"
 
         async def call() -> Any:
-            if not stream:
+            if stream == "no":
                 return await client.responses.create(model="m", input=said, tools=tools)
             async with client.responses.stream(model="m", input=said, tools=tools) as events:
                 return await events.get_final_response()
@@ -149,11 +175,12 @@ async def test_responses_with_a_tool_go_there_and_back(stream: bool) -> None:
         assert tool["content"] == "a.txt"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_messages_with_a_tool_go_there_and_back(stream: bool) -> None:
+@pytest.mark.parametrize("stream", ["no", "whole", "letters"])
+async def test_messages_with_a_tool_go_there_and_back(stream: str) -> None:
     tools: Any = [{"name": "sh", "input_schema": TOOL_SCHEMA}]
     said: list[Any] = [{"role": "user", "content": "look"}]
     async with _serving(WITH_A_CALL, IN_WORDS) as server, _anthropic(server) as client:
+        server.in_letters = stream == "letters"
 
         async def call() -> Any:
             asked: dict[str, Any] = {
@@ -162,7 +189,7 @@ async def test_messages_with_a_tool_go_there_and_back(stream: bool) -> None:
                 "tools": tools,
                 "max_tokens": 100,
             }
-            if not stream:
+            if stream == "no":
                 return await client.messages.create(**asked)
             async with client.messages.stream(**asked) as events:
                 return await events.get_final_message()

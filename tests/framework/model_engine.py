@@ -38,6 +38,7 @@ class ScriptedServer:
         away: it says 503.
         held: while it is set, calls wait before they are answered.
         abandoned: calls whose client went away.
+        breaks: it hangs up on whom it streams to, at the next token.
     """
 
     def __init__(self, *answers: str) -> None:
@@ -49,7 +50,18 @@ class ScriptedServer:
         self.open.set()
         self.abandoned = 0
         self.changed = asyncio.Event()
+        self.breaks = False
+        self._let_through = asyncio.Semaphore(1 << 30)
         self._answers = list(answers)
+
+    def hold_tokens(self) -> None:
+        """Stream no token that :meth:`let_through` does not let through."""
+        self._let_through = asyncio.Semaphore(0)
+
+    def let_through(self, count: int) -> None:
+        """Stream so many tokens more; of a text, each is a byte."""
+        for _ in range(count):
+            self._let_through.release()
 
     async def until_asked(self, count: int) -> None:
         """Return when so many calls were begun."""
@@ -65,7 +77,7 @@ class ScriptedServer:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat completion."""
         if self.away:
             return web.Response(status=503)
@@ -76,32 +88,74 @@ class ScriptedServer:
         self.changed.set()
         try:
             await self.open.wait()
-        except asyncio.CancelledError:
+            text = self._answers[number] if number < len(self._answers) else f"answer {number}"
+            sampled = [*tokens_of(text), END][: body.get("max_tokens", 1 << 20)]
+            if body["stream"]:
+                return await self._stream(request, body, number, sampled)
+        except (asyncio.CancelledError, ConnectionError):
             self.abandoned += 1
             self.changed.set()
             raise
-        text = self._answers[number] if number < len(self._answers) else f"answer {number}"
-        sampled = [*tokens_of(text), END][: body.get("max_tokens", 1 << 20)]
-        logprobs: list[Any] = [
-            {"token": str(it), "logprob": -it / 1000, "bytes": None, "top_logprobs": []}
-            for it in sampled
-        ]
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "finish_reason": "stop" if sampled[-1] == END else "length",
+            "message": {"role": "assistant", "content": _text(sampled)},
+            "finish_reason": _finish(sampled),
             "token_ids": sampled,
-            "logprobs": {"content": logprobs},
+            "logprobs": {"content": _logprobs(sampled)},
         }
-        told = {
-            "id": f"chatcmpl-{number}",
-            "object": "chat.completion",
-            "created": 1,
-            "model": body["model"],
-            "choices": [choice],
-            "prompt_token_ids": prompt_ids(body["messages"]),
-        }
+        told = {**_head(body, number), "choices": [choice]}
+        told |= {"object": "chat.completion", "prompt_token_ids": prompt_ids(body["messages"])}
         return web.Response(body=msgspec.json.encode(told), content_type="application/json")
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], number: int, sampled: list[int]
+    ) -> web.StreamResponse:
+        """Tell a token at a time, as many as were let through."""
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        head = {**_head(body, number), "object": "chat.completion.chunk"}
+
+        async def tell(choice: dict[str, Any], **more: Any) -> None:
+            choices = [{"index": 0, "finish_reason": None, **choice}]
+            event = msgspec.json.encode({**head, "choices": choices, **more})
+            await response.write(b"data: " + event + b"\n\n")
+
+        said = {"role": "assistant", "content": ""}
+        await tell({"delta": said}, prompt_token_ids=prompt_ids(body["messages"]))
+        for token in sampled:
+            await self._let_through.acquire()
+            if self.breaks:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            choice = {
+                "delta": {"content": _text([token])},
+                "token_ids": [token],
+                "logprobs": {"content": _logprobs([token])},
+            }
+            await tell(choice)
+        await tell({"delta": {}, "finish_reason": _finish(sampled)})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def _head(body: dict[str, Any], number: int) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{number}", "created": 1, "model": body["model"]}
+
+
+def _text(sampled: list[int]) -> str:
+    return bytes(it for it in sampled if it != END).decode()
+
+
+def _finish(sampled: list[int]) -> str:
+    return "stop" if sampled[-1] == END else "length"
+
+
+def _logprobs(sampled: list[int]) -> list[Any]:
+    return [
+        {"token": str(it), "logprob": -it / 1000, "bytes": None, "top_logprobs": []}
+        for it in sampled
+    ]
 
 
 @contextlib.asynccontextmanager

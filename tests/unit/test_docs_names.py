@@ -31,7 +31,10 @@ SERVICES = {
 }
 APPS = {"dsec": dsec_app, "dsec-cli": dsec_app, "dsec-init": init_app, "dsec-pack": pack_app}
 ANY = ScopedId("any", "any")
-NODE_VERBS = ("place", "list", "pools", "govern", "synchronise", "revoke", "resize", "retire")
+NODE_VERBS = (
+    *("place", "list", "pools", "govern", "synchronise", "revoke", "resize", "retire"),
+    "stream",
+)
 SYSTEM_SUBJECTS = (
     subjects.heartbeat("any"),
     *(subjects.node_request("any", verb) for verb in NODE_VERBS),

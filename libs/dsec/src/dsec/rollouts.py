@@ -28,11 +28,13 @@ from dsec_common.wire.rollout import (
     StageBatch,
     StageReport,
 )
+from dsec_common.wire.rollout_stream import FeedbackTaken, StreamFeedback
 
 _TIMEOUT_S: Final = 30.0
 #: The owner of a shard may change while we wait; a request is answered this much later at most.
 _MARGIN_S: Final = 10.0
 _ATTEMPTS: Final = 20
+_STREAM_TIMEOUT_S: Final = 3.0
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +168,35 @@ class Rollout:
             attempts_max=_ATTEMPTS,
         )
         return not reply.duplicate
+
+    async def stream_feedback(
+        self, seq: int, stream: str, data: bytes, *, offset: int, headers: Mapping[str, str]
+    ) -> int:
+        """Tell the sandbox's node what the feedback to report ``seq`` is going to hold.
+
+        Nothing of it is kept: the feedback has to say it all, and nothing else. It is not asked
+        again by itself: who sends the next piece sends what is missing.
+
+        Args:
+            seq: the report's number.
+            stream: names the sample; pieces of another one do not go on with it.
+            data: more of the body.
+            offset: how much of it came before.
+            headers: of the response.
+
+        Returns:
+            How many bytes of the stream the node has taken.
+
+        Raises:
+            DsecError: ``not_found`` or ``expired`` when nobody waits there.
+        """
+        reply = await self._channel.bus.request(
+            self._subject("stream"),
+            StreamFeedback(seq=seq, stream=stream, data=data, offset=offset, headers=dict(headers)),
+            FeedbackTaken,
+            timeout_s=_STREAM_TIMEOUT_S,
+        )
+        return reply.size
 
     async def inspect(self) -> RolloutInfo:
         """Return the rollout's state, its newest numbers and its total reward."""

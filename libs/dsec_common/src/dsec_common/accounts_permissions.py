@@ -83,6 +83,8 @@ _PUBLISHES: Final[dict[str, tuple[str, ...]]] = {
         f"{ROOT}.{SYSTEM}.rollout.>",
         f"{ROOT}.{SYSTEM}.group.>",
         f"{ROOT}.{SYSTEM}.shard.*.taken",
+        # Of an answer that a trainer has only begun; the node answers the trainer.
+        f"{ROOT}.{SYSTEM}.node.*.stream",
         f"{ROOT}.*.evt.rollout.>",
     ),
     "tracer": (),

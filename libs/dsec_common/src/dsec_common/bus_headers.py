@@ -52,12 +52,18 @@ def outgoing(
         CONTENT_TYPE_HEADER: content_type,
         TRACEPARENT: current_traceparent.get() or new_traceparent(),
     }
-    if caller is not None and caller.subject:
-        headers[REPLY_TO_HEADER] = caller.subject
-        headers[REPLY_TYPE_HEADER] = caller.content_type
+    if caller is not None:
+        headers.update(handed_on(caller))
     if extra:
         headers.update(extra)
     return headers
+
+
+def handed_on(caller: ReplyAddress) -> dict[str, str]:
+    """Return the headers that have whoever serves a message answer ``caller``."""
+    if not caller.subject:
+        return {}
+    return {REPLY_TO_HEADER: caller.subject, REPLY_TYPE_HEADER: caller.content_type}
 
 
 def error_headers(error: DsecError) -> dict[str, str]:

@@ -141,7 +141,7 @@ AGENT_VERBS: Final = (
 )
 DAG_VERBS: Final = ("register", "run", "inspect", "resume")
 SNAPSHOT_VERBS: Final = ("list", "inspect", "delete", "pack")
-ROLLOUT_VERBS: Final = ("next", "feedback", "inspect", "close")
+ROLLOUT_VERBS: Final = ("next", "feedback", "stream", "inspect", "close")
 GROUP_VERBS: Final = ("next", "answer")
 
 

@@ -31,6 +31,15 @@ def opened_otherwise(rollout_id: str) -> DsecError:
     )
 
 
+def nobody_waits(rollout_id: str, seq: int) -> DsecError:
+    """Return the error for a part of an answer that nobody waits for."""
+    return DsecError(
+        ErrorCode.EXPIRED,
+        f"nobody waits for feedback to report {seq} of rollout {rollout_id}",
+        details={"rollout_id": rollout_id, "seq": seq},
+    )
+
+
 def report_gap(rollout_id: str, seq: int, expected_seq: int) -> DsecError:
     """Return the error for a report that does not follow the last one."""
     return invalid(

@@ -11,6 +11,7 @@ from dsec_chronus.errors import (
     bad_seq,
     group_unknown,
     history_forgotten,
+    nobody_waits,
     rollout_closed,
     rollout_unknown,
 )
@@ -61,6 +62,21 @@ class Looks:
             after_seq = max(asked.after_seq, rollout.last_seq)
             return rollout.batch(after_seq, 1, self._id(asked.local))
         return rollout.feedback_to(asked.seq)
+
+    def reporter(self, project: str, local: str, seq: int) -> str:
+        """Return the id of the sandbox whose report has no feedback yet.
+
+        Raises:
+            DsecError: ``not_found`` or ``expired`` when it does not wait for any.
+        """
+        rollout, rollout_id = self.contents.rollouts.get(local), self._id(local)
+        if rollout is None or rollout.begun.project != project:
+            raise rollout_unknown(rollout_id)
+        if not rollout.closed_at and seq not in rollout.feedback:
+            for report in reversed(rollout.reports):  # a new one, mostly
+                if report.seq == seq:
+                    return report.sandbox_id
+        raise nobody_waits(rollout_id, seq)
 
     def _id(self, local: str) -> str:
         return f"{self.shard}.{local}"

@@ -38,6 +38,7 @@ from dsec_chronus.group_doors import GroupDoors
 from dsec_chronus.journal import FencedError, Journal
 from dsec_chronus.records import pack
 from dsec_chronus.state import ShardState
+from dsec_chronus.stream_door import StreamDoor
 from dsec_common import subjects
 from dsec_common.bus import Bus, ReplyAddress, Request, Served, current_traceparent
 from dsec_common.bus_types import Handler, MessageT
@@ -164,6 +165,7 @@ class Shard:
         await self.serve(told(name, "inspect"), InspectRollout, self._inspect_by_node)
         await self.serve(told(name, "open"), OpenRollout, self._open)
         await GroupDoors(self).serve()
+        await StreamDoor(self, self._bus).serve()
         await self._bus.flush()
         # Whoever waits for an answer of the last owner asks again, which here it may do by now.
         await self._bus.publish(subjects.shard_taken(self.name), ShardTaken(shard=self.name))

@@ -418,6 +418,10 @@ class ShardState:
         """How many requests wait."""
         return len(self._polls)
 
+    def reporter(self, project: str, local: str, seq: int) -> str:
+        """Return the id of the sandbox whose report waits for feedback; see :class:`Looks`."""
+        return self._looks.reporter(project, local, seq)
+
     def facts(self) -> dict[str, list[Record]]:
         """Return the durable facts by rollout and group: equal for states that are equal."""
         facts: dict[str, list[Record]] = {}

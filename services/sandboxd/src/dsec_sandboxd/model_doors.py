@@ -19,20 +19,25 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from dsec_common import bus_types, subjects
+from dsec_common.bus import Bus
 from dsec_common.clock import Clock, SystemClock
 from dsec_common.errors import DsecError, from_os_error
 from dsec_common.model_calls import MODEL_BODY_BYTES_MAX
 from dsec_common.model_errors import API_OF_PATH, ModelApi, ModelCallError
 from dsec_common.wire.network import NetworkPolicy
+from dsec_common.wire.rollout_stream import FeedbackTaken, HandFeedback
 from dsec_sandboxd.agent_gateway import AgentGateway
 from dsec_sandboxd.agent_limits import ByteBudget, RequestRate
 from dsec_sandboxd.model_environment import MODEL_PORT
 from dsec_sandboxd.model_session import (
     MODEL_GRACE_S,
     MODEL_WAIT_MAX_S,
+    BrokenStreamError,
     ModelSession,
     PendingCall,
     Request,
+    no_call,
 )
 from dsec_sandboxd.network.namespaces import make_in
 from dsec_sandboxd.ports import SandboxNetworks, Uses
@@ -99,6 +104,31 @@ class ModelDoors:
         self._telling: set[asyncio.Task[None]] = set()
         self.connections = 0
         self.budget = ByteBudget(_NODE_BODIES_BYTES)
+
+    async def serve(self, bus: Bus, node: str) -> None:
+        """Take pieces of answers from now on."""
+        pieces = subjects.node_request(node, "stream")
+        await bus.serve(pieces, HandFeedback, partial(self.take, bus=bus))
+
+    async def take(self, request: bus_types.Request[HandFeedback], bus: Bus) -> None:
+        """Take what a trainer says of an answer that is not whole yet, and answer the trainer."""
+        try:
+            reply = FeedbackTaken(size=self.told(request.message))
+        except DsecError as error:
+            await bus.reply_error(request.caller, error)
+        else:
+            await bus.reply(request.caller, reply)
+
+    def told(self, message: HandFeedback) -> int:
+        """Take a piece of an answer in; see :meth:`ModelSession.told`.
+
+        Raises:
+            DsecError: ``not_found`` unless that call is under way in a sandbox of that project.
+        """
+        door = self._doors.get(message.local)
+        if door is None or not door.session.is_of(message.project, message.rollout_id):
+            raise no_call(message.piece.seq)
+        return door.session.told(message.piece)
 
     async def attach(self, record: SandboxRecord) -> None:
         """Listen in a sandbox that asked for it; once more changes nothing.
@@ -221,6 +251,36 @@ class _Server(web.Server):
         self.on_lost()
 
 
+class _Telling:
+    """A response that is written as it comes."""
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._request = request
+        self.response: web.StreamResponse | None = None
+
+    async def tell(self, headers: dict[str, str], data: bytes) -> None:
+        """Write some more.
+
+        Raises:
+            BrokenStreamError: the client is gone.
+        """
+        try:
+            if self.response is None:
+                self.response = web.StreamResponse(headers=headers)
+                self.response.content_type = "text/event-stream"
+                await self.response.prepare(self._request)
+            await self.response.write(data)
+        except ConnectionError as error:
+            raise BrokenStreamError from error
+
+    def break_off(self) -> web.StreamResponse:
+        """Have the client see that the response is not whole."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        assert self.response is not None  # noqa: S101  only what was begun is broken off
+        return self.response
+
+
 class _Door:
     """One sandbox's listening socket, and who came through it."""
 
@@ -307,9 +367,11 @@ class _Door:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         api = API_OF_PATH.get(request.path, _api_of_errors(request.path))
+        telling = _Telling(request)
+        response: web.StreamResponse
         call: PendingCall | None = None
         try:
-            call, response = await self._response(request, api)
+            call, response = await self._response(request, api, telling)
         except ModelCallError as error:
             response = web.Response(
                 status=error.status,
@@ -317,6 +379,8 @@ class _Door:
                 content_type="application/json",
                 headers=error.headers(),
             )
+        except BrokenStreamError:
+            return telling.break_off()
         await response.prepare(request)
         await response.write_eof()
         # Not before: a harness that calls again has not got it.
@@ -329,12 +393,13 @@ class _Door:
         return response
 
     async def _response(
-        self, request: web.BaseRequest, api: ModelApi
-    ) -> tuple[PendingCall | None, web.Response]:
+        self, request: web.BaseRequest, api: ModelApi, telling: _Telling
+    ) -> tuple[PendingCall | None, web.StreamResponse]:
         """Return the answer, and the call that it is the answer to, if it is one.
 
         Raises:
             ModelCallError: why there is none.
+            BrokenStreamError: there is none, but some was told.
         """
         if request.method == "GET" and request.path == "/v1/models":
             return None, _models()
@@ -347,7 +412,9 @@ class _Door:
                 429, told, code="too_many_calls", retry=True, retry_after_s=round(delay_s, 1) or 0.1
             )
         call = self.session.take(await self._read(request, api))
-        answer = await self.session.wait(call, api)
+        answer = await self.session.wait(call, api, telling.tell)
+        if telling.response is not None:
+            return call, telling.response
         response = web.Response(
             status=answer.status,
             body=answer.body,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from dsec_common.clock import Clock
-from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.errors import DsecError, ErrorCode, not_found
 from dsec_common.model_calls import (
     STAGE_CALL,
     STAGE_CANCELLED,
@@ -32,7 +32,9 @@ from dsec_common.model_calls import (
     unpressed,
 )
 from dsec_common.model_errors import ModelApi, ModelCallError
+from dsec_common.wire.rollout_stream import StreamFeedback
 from dsec_sandboxd.agent_gateway import AgentGateway
+from dsec_sandboxd.model_stream import AnswerStream
 from dsec_sandboxd.ports import Uses
 from dsec_sandboxd.records import SandboxRecord
 
@@ -54,6 +56,14 @@ _CANCEL_S: Final = 10.0
 #: Another report may have taken a number, as after a restart of the daemon.
 _NUMBERINGS: Final = 5
 _DELIVERED_KEPT: Final = 4096
+
+
+Tell = Callable[[dict[str, str], bytes], Awaitable[None]]
+"""Tells a harness more of its answer; the headers are those of the response."""
+
+
+class BrokenStreamError(Exception):
+    """What a harness was told of an answer was given up: it has to call again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +92,7 @@ class PendingCall:
     key: str
     request: Request | None
     waiting: int = 0
+    stream: AnswerStream | None = None
     seq: int = 0
     abandoned: bool = False
     given_up: asyncio.TimerHandle | None = None
@@ -145,22 +156,29 @@ class ModelSession:
             call.given_up = None
         return call
 
-    async def wait(self, call: PendingCall, api: ModelApi) -> CallAnswer:
+    async def wait(self, call: PendingCall, api: ModelApi, tell: Tell) -> CallAnswer:
         """Return the answer to a call that was taken; cancelled, it goes on for a while.
 
+        What is known of it before is told, and what is left of it then is told at last.
+
         Raises:
-            ModelCallError: why there is none.
+            ModelCallError: why there is none; nothing was told.
+            BrokenStreamError: there is none, but some was told.
         """
         if self._uses is not None:
             self._uses.began(self._record.local)
         began = self._clock.monotonic()
+        stream = call.stream = AnswerStream()
         try:
-            async with asyncio.timeout(self._wait_max_s):
-                answer = await asyncio.shield(call.task)
+            answer = await self._follow(call, stream, tell)
         except TimeoutError:
+            if stream.begun:
+                raise BrokenStreamError from None
             raise _stalled(self._wait_max_s) from None
         except DsecError as error:
             self._forget(call)
+            if stream.begun:
+                raise BrokenStreamError from error
             raise _refusal(error) from error
         else:
             self._log(api, answer, 1000 * (self._clock.monotonic() - began))
@@ -169,10 +187,54 @@ class ModelSession:
             if self._uses is not None:
                 self._uses.ended(self._record.local)
             call.waiting -= 1
+            call.stream = None
             if not call.waiting and call in self._calls.get(call.key, ()):
                 call.given_up = asyncio.get_running_loop().call_later(
                     self._grace_s, self._give_up, call
                 )
+
+    async def _follow(self, call: PendingCall, stream: AnswerStream, tell: Tell) -> CallAnswer:
+        """Tell what comes until the answer is whole; the wait for each piece is bounded."""
+        loop = asyncio.get_running_loop()
+        call.task.add_done_callback(stream.wake)
+        try:
+            async with asyncio.timeout(self._wait_max_s) as limit:
+                while not call.task.done():
+                    if stream.broken:
+                        raise BrokenStreamError
+                    if data := stream.take():
+                        await tell(stream.headers, data)
+                        limit.reschedule(loop.time() + self._wait_max_s)
+                    else:
+                        await stream.changed()
+                answer = await asyncio.shield(call.task)
+                if stream.begun:
+                    rest = stream.rest_of(answer.body)
+                    if rest is None:
+                        raise BrokenStreamError
+                    if rest:
+                        await tell(stream.headers, rest)
+                return answer
+        finally:
+            call.task.remove_done_callback(stream.wake)
+
+    def is_of(self, project: str, rollout_id: str) -> bool:
+        """Return whether these calls are a rollout's."""
+        return (self._record.project, self._record.rollout_id) == (project, rollout_id)
+
+    def told(self, piece: StreamFeedback) -> int:
+        """Take a piece of an answer in; return how much of its stream its harness has, or will.
+
+        That is nothing while nobody waits: who calls again is told from the beginning.
+
+        Raises:
+            DsecError: ``not_found`` for a call that is not under way.
+        """
+        calls = (call for calls in self._calls.values() for call in calls)
+        call = next((it for it in calls if it.seq == piece.seq and not it.task.done()), None)
+        if call is None:
+            raise no_call(piece.seq)
+        return call.stream.offer(piece) if call.stream is not None else 0
 
     def delivered(self, call: PendingCall) -> None:
         """Note that the harness has the answer: the same request again is another call."""
@@ -319,6 +381,11 @@ class ModelSession:
                 await self._write(STAGE_CANCELLED, [CallCancelled(seq=seq)])
         except (DsecError, TimeoutError) as error:
             _log.info("cancelled_call_not_told", local=self._record.local, error=str(error))
+
+
+def no_call(seq: int) -> DsecError:
+    """Return the error for a call that nobody here waits for."""
+    return not_found(f"no model call {seq} is under way here")
 
 
 def _key_of(request: Request) -> str:

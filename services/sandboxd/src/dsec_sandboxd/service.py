@@ -227,7 +227,9 @@ class SandboxdService(Service[SandboxdConfig]):
         self._networking = Networking(self.config, self._state, kernel, self._steps, maker)
         self._opened.push_async_callback(self._networking.close)
         gateway = ChronusGateway(self.bus, self._steps, self.node, self.clock, self._shard_news)
-        models = ModelDoors(kernel.network_namespace, gateway, self._gate, self.clock)
+        models = self._models = ModelDoors(
+            kernel.network_namespace, gateway, self._gate, self.clock
+        )
         self._opened.push_async_callback(models.aclose)
         maker.networks = WithModels(self._networking.networks, models)
         maker.on_end(models, models.sandbox_put_back)
@@ -307,6 +309,7 @@ class SandboxdService(Service[SandboxdConfig]):
         await self._networking.serve(bus, verb, inside, many)
         await self._snapshots.serve(bus, verb, inside, many)
         await self._agents.serve(self.spawn)
+        await self._models.serve(bus, node)
         await self._layers.serve(bus)
 
         self._subscribed = True

@@ -8,18 +8,21 @@ was called, as a stream of events too.
 (:class:`HttpEngine`), or any coroutine function of a training loop.
 """
 
-from dsec.model_relay.calls import ModelAnswer, ModelRequest, ToolCall
+from dsec.model_relay.calls import ModelAnswer, ModelBegun, ModelDelta, ModelRequest, ToolCall
 from dsec.model_relay.engine import Sampled
 from dsec.model_relay.http_engine import HttpEngine
-from dsec.model_relay.relay import Budget, Engine, ModelRelay
+from dsec.model_relay.relay import Budget, Engine, ModelRelay, StreamingEngine
 
 __all__ = [
     "Budget",
     "Engine",
     "HttpEngine",
     "ModelAnswer",
+    "ModelBegun",
+    "ModelDelta",
     "ModelRelay",
     "ModelRequest",
     "Sampled",
+    "StreamingEngine",
     "ToolCall",
 ]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dsec.model_relay.calls import Json, ModelAnswer, ModelRequest
+from dsec.model_relay.calls import Json, ModelAnswer, ModelBegun, ModelDelta, ModelRequest
 from dsec.model_relay.reading import Strict, convert, given, json_object, refuse_unless
 from dsec_common.model_errors import ModelApi
 
@@ -236,40 +236,62 @@ def render(request: ModelRequest, answer: ModelAnswer) -> Json:
                 "index": 0,
                 "message": message,
                 "finish_reason": answer.finish_reason,
-                "logprobs": _logprobs(request, answer),
+                "logprobs": _logprobs(request, answer.logprobs),
             }
         ],
         "usage": _usage(answer),
     }
 
 
-def events(request: ModelRequest, answer: ModelAnswer) -> Iterator[Json | str]:
-    """Yield the events of a streamed answer; the last one is no JSON."""
-    head = _head(request, answer, "chat.completion.chunk")
+class Telling:
+    """Writes a streamed answer; its last event is no JSON."""
 
-    def chunk(delta: Json, finish_reason: str | None = None, logprobs: Any = None) -> Json:
+    def __init__(self, request: ModelRequest) -> None:
+        self._request = request
+        self._head: Json = {}
+
+    def begin(self, begun: ModelBegun) -> Iterator[Json | str]:
+        """Yield what says that the model speaks."""
+        self._head = _head(self._request, begun, "chat.completion.chunk")
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def add(self, delta: ModelDelta) -> Iterator[Json | str]:
+        """Yield the chunk that says more."""
+        said: Json = {}
+        if delta.reasoning:
+            said["reasoning_content"] = delta.reasoning
+        if delta.content:
+            said["content"] = delta.content
+        if delta.tool >= 0:
+            said["tool_calls"] = [_piece_of_call(delta)]
+        yield self._chunk(said, logprobs=_logprobs(self._request, delta.logprobs or None))
+
+    def end(self, answer: ModelAnswer) -> Iterator[Json | str]:
+        """Yield why it ended, and the usage if that was asked for."""
+        yield self._chunk({}, answer.finish_reason)
+        if self._request.include_usage:
+            yield {**self._head, "choices": [], "usage": _usage(answer)}
+        yield "[DONE]"
+
+    def _chunk(self, delta: Json, finish_reason: str | None = None, logprobs: Any = None) -> Json:
         choice = {
             "index": 0,
             "delta": delta,
             "finish_reason": finish_reason,
             "logprobs": logprobs,
         }
-        return {**head, "choices": [choice]}
-
-    yield chunk({"role": "assistant", "content": ""})
-    if answer.reasoning:
-        yield chunk({"reasoning_content": answer.reasoning})
-    if answer.content:
-        yield chunk({"content": answer.content}, logprobs=_logprobs(request, answer))
-    for index, call in enumerate(_tool_calls(answer)):
-        yield chunk({"tool_calls": [{"index": index, **call}]})
-    yield chunk({}, answer.finish_reason)
-    if request.include_usage:
-        yield {**head, "choices": [], "usage": _usage(answer)}
-    yield "[DONE]"
+        return {**self._head, "choices": [choice]}
 
 
-def _head(request: ModelRequest, answer: ModelAnswer, kind: str) -> Json:
+def _piece_of_call(delta: ModelDelta) -> Json:
+    function: Json = {"arguments": delta.arguments}
+    if not delta.tool_id:
+        return {"index": delta.tool, "function": function}
+    function = {"name": delta.tool_name, **function}
+    return {"index": delta.tool, "id": delta.tool_id, "type": "function", "function": function}
+
+
+def _head(request: ModelRequest, answer: ModelAnswer | ModelBegun, kind: str) -> Json:
     return {
         "id": f"chatcmpl-{answer.id}",
         "object": kind,
@@ -289,10 +311,10 @@ def _tool_calls(answer: ModelAnswer) -> list[Json]:
     ]
 
 
-def _logprobs(request: ModelRequest, answer: ModelAnswer) -> Json | None:
-    if not request.logprobs or answer.logprobs is None:
+def _logprobs(request: ModelRequest, content: tuple[Json, ...] | None) -> Json | None:
+    if not request.logprobs or content is None:
         return None
-    return {"content": list(answer.logprobs), "refusal": None}
+    return {"content": list(content), "refusal": None}
 
 
 def _usage(answer: ModelAnswer) -> Json:

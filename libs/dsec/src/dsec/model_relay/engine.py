@@ -41,7 +41,11 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_body(
-    request: ModelRequest, *, model: str = "", sampling: Mapping[str, Any] | None = None
+    request: ModelRequest,
+    *,
+    model: str = "",
+    sampling: Mapping[str, Any] | None = None,
+    stream: bool = False,
 ) -> Json:
     """Return the chat completion to ask the inference server for.
 
@@ -49,13 +53,14 @@ def engine_body(
         request: what the harness asked.
         model: the server's name for it; empty for the name that the harness used.
         sampling: options that the trainer has its way with, whatever the harness asked for.
+        stream: whether the server is to tell each token when it has it.
     """
     body: Json = {
         "model": model or request.model,
         "messages": list(request.messages),
         **request.options,
         **(sampling or {}),
-        "stream": False,
+        "stream": stream,
         "logprobs": True,
         "return_token_ids": True,
     }
@@ -123,24 +128,11 @@ def read_engine(answer_body: bytes, asked: Json, *, model_version: str = "") -> 
         completion = msgspec.json.decode(answer_body, type=_Completion)
         choice = completion.choices[0]
     except (msgspec.DecodeError, IndexError) as error:
-        raise _not_faithful(f"its answer is no chat completion: {error}") from error
-    if completion.prompt_token_ids is None or choice.token_ids is None:
-        raise _not_faithful("it returned no token ids; vLLM does with return_token_ids")
-    content = choice.logprobs.content if choice.logprobs else None
-    if content is None and choice.token_ids:
-        raise _not_faithful("it returned no log-probabilities")
-    try:
-        logprobs = tuple(it.logprob for it in msgspec.convert(content or [], list[_Logprob]))
-    except msgspec.ValidationError as error:
-        raise _not_faithful(f"its log-probabilities are none: {error}") from error
-    if len(logprobs) != len(choice.token_ids):
-        raise _not_faithful(
-            f"it returned {len(choice.token_ids)} token ids and {len(logprobs)} log-probabilities"
-        )
+        raise not_faithful(f"its answer is no chat completion: {error}") from error
     message = choice.message
-    identity = _NOT_OF_AN_ID.sub("", completion.id.removeprefix("chatcmpl-"))[:64] or "0"
-    return Sampled(
-        answer=ModelAnswer(
+    identity = identity_of(completion.id)
+    return sampled_of(
+        ModelAnswer(
             id=identity,
             created=completion.created or int(time.time()),
             content=message.content or "",
@@ -155,19 +147,63 @@ def read_engine(answer_body: bytes, asked: Json, *, model_version: str = "") -> 
             ),
             finish_reason=choice.finish_reason or "stop",
             stop_sequence=choice.stop_reason if isinstance(choice.stop_reason, str) else None,
-            prompt_tokens=len(completion.prompt_token_ids),
-            completion_tokens=len(choice.token_ids),
-            logprobs=tuple(content or ()),
         ),
-        prompt_ids=tuple(completion.prompt_token_ids),
-        completion_ids=tuple(choice.token_ids),
-        logprobs=logprobs,
+        prompt_ids=completion.prompt_token_ids,
+        completion_ids=choice.token_ids,
+        logprobs=choice.logprobs.content if choice.logprobs else None,
         model_version=completion.model_version or model_version,
+        asked=asked,
+    )
+
+
+def identity_of(completion_id: str) -> str:
+    """Return the id of an answer, given the server's."""
+    return _NOT_OF_AN_ID.sub("", completion_id.removeprefix("chatcmpl-"))[:64] or "0"
+
+
+def sampled_of(
+    answer: ModelAnswer,
+    *,
+    prompt_ids: list[int] | None,
+    completion_ids: list[int] | None,
+    logprobs: list[Json] | None,
+    model_version: str,
+    asked: Json,
+) -> Sampled:
+    """Return what the server sampled, if it has told all of it.
+
+    Raises:
+        DsecError: ``unsupported`` as :func:`read_engine` says.
+    """
+    if prompt_ids is None or completion_ids is None:
+        raise not_faithful("it returned no token ids; vLLM does with return_token_ids")
+    if logprobs is None and completion_ids:
+        raise not_faithful("it returned no log-probabilities")
+    try:
+        numbers = tuple(it.logprob for it in msgspec.convert(logprobs or [], list[_Logprob]))
+    except msgspec.ValidationError as error:
+        raise not_faithful(f"its log-probabilities are none: {error}") from error
+    if len(numbers) != len(completion_ids):
+        raise not_faithful(
+            f"it returned {len(completion_ids)} token ids and {len(numbers)} log-probabilities"
+        )
+    return Sampled(
+        answer=msgspec.structs.replace(
+            answer,
+            prompt_tokens=len(prompt_ids),
+            completion_tokens=len(completion_ids),
+            logprobs=tuple(logprobs or ()),
+        ),
+        prompt_ids=tuple(prompt_ids),
+        completion_ids=tuple(completion_ids),
+        logprobs=numbers,
+        model_version=model_version,
         temperature=float(asked.get("temperature", 1.0)),
     )
 
 
-def _not_faithful(what: str) -> DsecError:
+def not_faithful(what: str) -> DsecError:
+    """Return the error for a server whose answers are no ground to train on."""
     return DsecError(
         ErrorCode.UNSUPPORTED,
         f"the inference server cannot be trained from: {what}",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final, Self
 
 import aiohttp
 import msgspec
 
-from dsec.model_relay.calls import ModelRequest
+from dsec.model_relay.calls import Json, ModelRequest, Tell
 from dsec.model_relay.engine import Sampled, engine_body, read_engine
+from dsec.model_relay.engine_stream import StreamReader
 from dsec_common.errors import unavailable
 from dsec_common.model_errors import ModelCallError
 
@@ -66,24 +68,43 @@ class HttpEngine:
                 return its tokens.
             ModelCallError: what the server refuses, for the harness: a prompt that is too long.
         """
-        if self._session is None:
-            raise unavailable("the engine is not open: use it as an async context manager")
         body = engine_body(request, model=self._model, sampling=self._sampling)
         version = self.model_version
+        async with self._asking(body) as response:
+            told = await response.read()
+        return read_engine(told, body, model_version=version)
+
+    async def stream(self, request: ModelRequest, tell: Tell) -> Sampled:
+        """Sample it and tell what comes as soon as it comes.
+
+        Raises:
+            DsecError, ModelCallError: as when called.
+        """
+        body = engine_body(request, model=self._model, sampling=self._sampling, stream=True)
+        reader = StreamReader(tell, body, model_version=self.model_version)
+        async with self._asking(body) as response:
+            async for data in response.content.iter_any():
+                reader.feed(data)
+        return reader.end()
+
+    @contextlib.asynccontextmanager
+    async def _asking(self, body: Json) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask the server and yield its answer; left early, the connection is closed."""
+        if self._session is None:
+            raise unavailable("the engine is not open: use it as an async context manager")
         try:
             async with self._session.post(
                 self._url,
                 data=msgspec.json.encode(body),
                 headers={"content-type": "application/json", **self._headers},
             ) as response:
-                told = await response.read()
+                if response.status in _AWAY:
+                    raise unavailable(f"the inference server says {response.status}")
+                if response.status != 200:  # noqa: PLR2004  HTTP's own
+                    raise _refused(response.status, await response.read())
+                yield response
         except aiohttp.ClientError as error:
             raise unavailable(f"the inference server is away: {error}") from error
-        if response.status in _AWAY:
-            raise unavailable(f"the inference server says {response.status}")
-        if response.status != 200:  # noqa: PLR2004  HTTP's own
-            raise _refused(response.status, told)
-        return read_engine(told, body, model_version=version)
 
 
 def _refused(status: int, told: bytes) -> ModelCallError:

@@ -8,7 +8,16 @@ from typing import Final, Protocol
 import msgspec
 
 from dsec.model_relay import chat, messages, responses
-from dsec.model_relay.calls import Json, ModelAnswer, ModelRequest
+from dsec.model_relay.calls import (
+    Json,
+    ModelAnswer,
+    ModelBegun,
+    ModelDelta,
+    ModelRequest,
+    Telling,
+    begun_of,
+    deltas_of,
+)
 from dsec_common.model_errors import ModelApi
 
 
@@ -17,7 +26,7 @@ class _Interface(Protocol):
 
     def render(self, request: ModelRequest, answer: ModelAnswer) -> Json: ...
 
-    def events(self, request: ModelRequest, answer: ModelAnswer) -> Iterator[Json | str]: ...
+    def Telling(self, request: ModelRequest) -> Telling: ...  # noqa: N802  a class
 
 
 _MODULES: Final[dict[ModelApi, _Interface]] = {
@@ -44,24 +53,42 @@ def parse_call(api: ModelApi, body: bytes) -> ModelRequest:
 
 
 def render_answer(request: ModelRequest, answer: ModelAnswer) -> Rendered:
-    """Write an answer for who asked: one object, or events if that was asked for.
+    """Write an answer that is whole for who asked: one object, or events if that was asked for."""
+    if request.stream:
+        events = EventWriter(request)
+        body = events.begin(begun_of(answer))
+        body += b"".join(map(events.add, deltas_of(answer)))
+        return Rendered(content_type="text/event-stream", body=body + events.end(answer))
+    rendered = _MODULES[request.api].render(request, answer)
+    return Rendered(content_type="application/json", body=msgspec.json.encode(rendered))
 
-    The events come at once, when the answer is whole: what is recorded of a call, and told once
-    more when it is repeated, is the same in either form.
-    """
-    module = _MODULES[request.api]
-    if not request.stream:
-        return Rendered(
-            content_type="application/json",
-            body=msgspec.json.encode(module.render(request, answer)),
-        )
-    named = request.api is not ModelApi.CHAT
-    pieces: list[bytes] = []
-    for event in module.events(request, answer):
-        if isinstance(event, str):
-            pieces.append(b"data: " + event.encode() + b"\n\n")
-            continue
-        if named:
-            pieces.append(b"event: " + str(event["type"]).encode() + b"\n")
-        pieces.append(b"data: " + msgspec.json.encode(event) + b"\n\n")
-    return Rendered(content_type="text/event-stream", body=b"".join(pieces))
+
+class EventWriter:
+    """Writes an answer event by event, as the bytes of a stream."""
+
+    def __init__(self, request: ModelRequest) -> None:
+        self._telling = _MODULES[request.api].Telling(request)
+        self._named = request.api is not ModelApi.CHAT
+
+    def begin(self, begun: ModelBegun) -> bytes:
+        """Return the events before any text."""
+        return self._written(self._telling.begin(begun))
+
+    def add(self, delta: ModelDelta) -> bytes:
+        """Return the events that say more."""
+        return self._written(self._telling.add(delta))
+
+    def end(self, answer: ModelAnswer) -> bytes:
+        """Return the last events; what the answer says was told."""
+        return self._written(self._telling.end(answer))
+
+    def _written(self, events: Iterator[Json | str]) -> bytes:
+        pieces: list[bytes] = []
+        for event in events:
+            if isinstance(event, str):
+                pieces.append(b"data: " + event.encode() + b"\n\n")
+                continue
+            if self._named:
+                pieces.append(b"event: " + str(event["type"]).encode() + b"\n")
+            pieces.append(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        return b"".join(pieces)

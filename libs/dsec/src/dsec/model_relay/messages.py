@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from dsec.model_relay.calls import Json, ModelAnswer, ModelRequest
+from dsec.model_relay.calls import Json, ModelAnswer, ModelBegun, ModelDelta, ModelRequest
 from dsec.model_relay.reading import Strict, convert, given, json_object, refuse_unless
 from dsec_common.model_errors import ModelApi
 
@@ -197,6 +197,8 @@ def _chosen(choice: _Choice) -> str | Json:
 
 # --- What is answered -------------------------------------------------------------------------
 
+#: It lets Anthropic's servers know their own thoughts again; here nobody asks.
+_SIGNATURE: Final = "none"
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -211,33 +213,81 @@ def render(request: ModelRequest, answer: ModelAnswer) -> Json:
     }
 
 
-def events(request: ModelRequest, answer: ModelAnswer) -> Iterator[Json]:
-    """Yield the events of a streamed answer."""
-    yield {
-        "type": "message_start",
-        "message": {
-            **_head(request, answer),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {**_usage(answer), "output_tokens": 0},
-        },
-    }
-    for index, block in enumerate(_blocks(answer)):
-        begun, deltas = _in_deltas(block)
-        yield {"type": "content_block_start", "index": index, "content_block": begun}
-        for delta in deltas:
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
-    yield {
-        "type": "message_delta",
-        "delta": {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stop_sequence},
-        "usage": {"output_tokens": answer.completion_tokens},
-    }
-    yield {"type": "message_stop"}
+class Telling:
+    """Writes a streamed answer. What a tool is given comes at once: it has to be whole JSON."""
+
+    def __init__(self, request: ModelRequest) -> None:
+        self._request = request
+        self._index = -1
+        self._open = ""
+        self._tool = -1
+        self._arguments = ""
+
+    def begin(self, begun: ModelBegun) -> Iterator[Json | str]:
+        """Yield what says that the model speaks."""
+        yield {
+            "type": "message_start",
+            "message": {
+                **_head(self._request, begun),
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": {"input_tokens": begun.prompt_tokens, "output_tokens": 0},
+            },
+        }
+
+    def add(self, delta: ModelDelta) -> Iterator[Json | str]:
+        """Yield what says more."""
+        if delta.reasoning:
+            yield from self._into({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+        if delta.content:
+            yield from self._into({"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": delta.content})
+        if delta.tool > self._tool:
+            yield from self._close()
+            self._tool = delta.tool
+            block = {"id": delta.tool_id, "name": delta.tool_name, "input": {}}
+            yield from self._into({"type": "tool_use", **block})
+        if delta.tool >= 0:
+            self._arguments += delta.arguments
+
+    def end(self, answer: ModelAnswer) -> Iterator[Json | str]:
+        """Yield why it ended."""
+        yield from self._close()
+        yield {
+            "type": "message_delta",
+            "delta": {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stop_sequence},
+            "usage": {"output_tokens": answer.completion_tokens},
+        }
+        yield {"type": "message_stop"}
+
+    def _into(self, block: Json) -> Iterator[Json]:
+        """Begin a block, unless one of its kind is open."""
+        if self._open == block["type"]:
+            return
+        yield from self._close()
+        self._open = block["type"]
+        self._index += 1
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _close(self) -> Iterator[Json]:
+        if not self._open:
+            return
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+        if self._open == "tool_use":
+            added = msgspec.json.encode(_input(self._arguments)).decode()
+            self._arguments = ""
+            yield self._delta({"type": "input_json_delta", "partial_json": added})
+        self._open = ""
+        yield {"type": "content_block_stop", "index": self._index}
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
-def _head(request: ModelRequest, answer: ModelAnswer) -> Json:
+def _head(request: ModelRequest, answer: ModelAnswer | ModelBegun) -> Json:
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
@@ -261,8 +311,7 @@ def _stop_reason(answer: ModelAnswer) -> str:
 def _blocks(answer: ModelAnswer) -> list[Json]:
     blocks: list[Json] = []
     if answer.reasoning:
-        # A signature lets Anthropic's servers know their own thoughts again; here nobody asks.
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": "none"})
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": _SIGNATURE})
     if answer.content:
         blocks.append({"type": "text", "text": answer.content})
     blocks += [
@@ -279,18 +328,3 @@ def _input(arguments: str) -> Json:
     except msgspec.DecodeError:
         found = None
     return found if isinstance(found, dict) else {"arguments": arguments}
-
-
-def _in_deltas(block: Json) -> tuple[Json, list[Json]]:
-    """Return how a block begins, and what is added to it."""
-    match block["type"]:
-        case "text":
-            return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-        case "thinking":
-            return {"type": "thinking", "thinking": "", "signature": ""}, [
-                {"type": "thinking_delta", "thinking": block["thinking"]},
-                {"type": "signature_delta", "signature": block["signature"]},
-            ]
-        case _:
-            added = msgspec.json.encode(block["input"]).decode()
-            return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": added}]

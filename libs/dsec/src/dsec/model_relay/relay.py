@@ -7,15 +7,16 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Protocol, Self, runtime_checkable
 
 import msgspec
 import structlog
 
-from dsec.model_relay.calls import ModelRequest
+from dsec.model_relay.calls import ModelRequest, Tell
 from dsec.model_relay.engine import Sampled
-from dsec.model_relay.interfaces import parse_call, render_answer
+from dsec.model_relay.interfaces import Rendered, parse_call, render_answer
 from dsec.model_relay.journal import CallJournal, Recorded
+from dsec.model_relay.live import LiveAnswer
 from dsec.model_trace import ModelCall, Trace, stitch
 from dsec.rollouts import Rollout
 from dsec_common.clock import Clock, SystemClock
@@ -38,9 +39,26 @@ Engine = Callable[[ModelRequest], Awaitable[Sampled]]
 """Samples the answer to a call: an :class:`~dsec.model_relay.http_engine.HttpEngine`, or any
 coroutine function of the training loop, which may take its time."""
 
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """An engine that tells what it samples while it does, when a harness wants to see it."""
+
+    async def __call__(self, request: ModelRequest) -> Sampled:
+        """Sample the answer to a call."""
+        ...
+
+    async def stream(self, request: ModelRequest, tell: Tell) -> Sampled:
+        """Sample it, and tell the beginning of what is returned, and then each delta, in order."""
+        ...
+
+
 _FIRST_PAUSE_S: Final = 0.1
 _LAST_PAUSE_S: Final = 5.0
 _TOLD_OF_STALLS_S: Final = 0.05
+#: Of an answer that is not whole: a node holds no more than twice that.
+_PIECE_BYTES: Final = 32 * 1024
+_AGAIN_S: Final = 0.1
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +85,8 @@ class _Call:
         self.task: asyncio.Task[None] | None = None
         self.settled = False
         self.answer: CallAnswer | None = None
+        self.live: LiveAnswer | None = None
+        self.following: dict[int, asyncio.Task[None]] = {}
 
     def cancel(self) -> bool:
         """End it, unless its answer is known already: then that is recorded and told."""
@@ -181,6 +201,8 @@ class ModelRelay:
             self._by_report[whole.seq] = known
             if known.answer is not None:
                 group.create_task(self._tell(whole.seq, known.answer))
+            elif known.live is not None:
+                known.following[whole.seq] = group.create_task(self._follow(whole.seq, known.live))
             return
         call = self._calls[whole.key] = self._by_report[whole.seq] = _Call(whole.seq)
         call.reports.add(whole.seq)
@@ -194,7 +216,7 @@ class ModelRelay:
             group.create_task(self._tell(whole.seq, recorded.answer))
             return
         call.task = group.create_task(
-            self._answer(call, whole), name=f"model call {whole.seq} of {self._rollout.id}"
+            self._answer(call, whole, group), name=f"model call {whole.seq} of {self._rollout.id}"
         )
 
     def _cancel(self, seq: int) -> None:
@@ -210,12 +232,12 @@ class ModelRelay:
 
     # --- Calls --------------------------------------------------------------------------------
 
-    async def _answer(self, call: _Call, whole: WholeCall) -> None:
+    async def _answer(self, call: _Call, whole: WholeCall, group: asyncio.TaskGroup) -> None:
         try:
             request = parse_call(whole.api, whole.body)
-            sampled, stalled_s = await self._sample(request)
+            sampled, stalled_s = await self._sample(call, request, group)
             call.settled = True
-            answer = _rendered(request, sampled, stalled_s)
+            answer = _rendered(request, sampled, call.live, stalled_s)
         except ModelCallError as error:
             self._forget(call)
             call.settled = True
@@ -231,7 +253,9 @@ class ModelRelay:
         for seq in sorted(call.reports):
             await self._tell(seq, answer)
 
-    async def _sample(self, request: ModelRequest) -> tuple[Sampled, float]:
+    async def _sample(
+        self, call: _Call, request: ModelRequest, group: asyncio.TaskGroup
+    ) -> tuple[Sampled, float]:
         """Return what the engine samples, and how long it could not.
 
         Raises:
@@ -246,6 +270,9 @@ class ModelRelay:
             self._begun += 1
             try:
                 begun = self._clock.monotonic()
+                if isinstance(self._engine, StreamingEngine) and request.stream:
+                    live = LiveAnswer(request, _headers(begun - began))
+                    return await self._stream(call, limited, live, group), begun - began
                 return await self._engine(limited), begun - began
             except DsecError as error:
                 if error.code is not ErrorCode.UNAVAILABLE:
@@ -253,6 +280,38 @@ class ModelRelay:
                 self._begun -= 1
             await self._clock.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+
+    async def _stream(
+        self, call: _Call, request: ModelRequest, live: LiveAnswer, group: asyncio.TaskGroup
+    ) -> Sampled:
+        """Return what the engine samples; who waits for it is told of it meanwhile."""
+        assert isinstance(self._engine, StreamingEngine)  # noqa: S101  asked for
+        call.live = live
+        for seq in call.reports:
+            call.following[seq] = group.create_task(self._follow(seq, live))
+        try:
+            return await self._engine.stream(request, live.tell)
+        finally:
+            for task in call.following.values():
+                task.cancel()
+            call.following.clear()
+
+    async def _follow(self, seq: int, live: LiveAnswer) -> None:
+        """Send on what is known of an answer, until nobody waits for it or it is whole."""
+        size = 0
+        while True:
+            data = await live.after(size, _PIECE_BYTES)
+            try:
+                taken = await self._rollout.stream_feedback(
+                    seq, live.id, data, offset=size, headers=live.headers
+                )
+            except DsecError as error:
+                if not error.retryable:
+                    return
+                taken = size
+            if taken <= size:  # its harness reads slowly, or is about to call again
+                await self._clock.sleep(_AGAIN_S)
+            size = taken
 
     def _within_budget(self, request: ModelRequest) -> ModelRequest:
         """Return the request, with no more tokens than are left.
@@ -295,9 +354,15 @@ class ModelRelay:
                 raise
 
 
-def _rendered(request: ModelRequest, sampled: Sampled, stalled_s: float) -> CallAnswer:
-    rendered = render_answer(request, sampled.answer)
-    headers = {STALLED_HEADER: f"{stalled_s:.1f}"} if stalled_s >= _TOLD_OF_STALLS_S else {}
+def _rendered(
+    request: ModelRequest, sampled: Sampled, live: LiveAnswer | None, stalled_s: float
+) -> CallAnswer:
+    if live is not None:
+        headers = live.headers
+        rendered = Rendered(content_type="text/event-stream", body=live.end(sampled.answer))
+    else:
+        headers = _headers(stalled_s)
+        rendered = render_answer(request, sampled.answer)
     try:
         answer = answer_of(200, rendered.content_type, headers, rendered.body)
     except DsecError as error:
@@ -307,6 +372,10 @@ def _rendered(request: ModelRequest, sampled: Sampled, stalled_s: float) -> Call
         tokens_in=len(sampled.prompt_ids),
         tokens_out=len(sampled.completion_ids),
     )
+
+
+def _headers(stalled_s: float) -> dict[str, str]:
+    return {STALLED_HEADER: f"{stalled_s:.1f}"} if stalled_s >= _TOLD_OF_STALLS_S else {}
 
 
 def _used_up(what: str) -> ModelCallError:

@@ -5,12 +5,14 @@ No conversation is kept: each call brings all of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-from dsec.model_relay.calls import Json, ModelAnswer, ModelRequest
+from dsec.model_relay.calls import Json, ModelRequest
 from dsec.model_relay.reading import Strict, convert, given, json_object, refuse_unless
+from dsec.model_relay.responses_answer import Telling, render
 from dsec_common.model_errors import ModelApi
+
+__all__ = ["Telling", "parse", "render"]
 
 # --- What is asked ----------------------------------------------------------------------------
 
@@ -253,157 +255,3 @@ def _format(wanted: _Format) -> Json | None:
         return {"type": "json_object"}
     schema = {"name": wanted.name, "schema": wanted.schema, "strict": wanted.strict}
     return {"type": "json_schema", "json_schema": given(schema)}
-
-
-# --- What is answered -------------------------------------------------------------------------
-
-_CUT: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
-
-
-def render(request: ModelRequest, answer: ModelAnswer) -> Json:
-    """Return the body of an answer that is not streamed."""
-    return _response(request, answer, _items(answer), _status(answer))
-
-
-def events(request: ModelRequest, answer: ModelAnswer) -> Iterator[Json]:
-    """Yield the events of a streamed answer."""
-    for number, event in enumerate(_events(request, answer)):
-        yield {**event, "sequence_number": number}
-
-
-def _events(request: ModelRequest, answer: ModelAnswer) -> Iterator[Json]:
-    begun = _response(request, answer, [], "in_progress")
-    yield {"type": "response.created", "response": begun}
-    yield {"type": "response.in_progress", "response": begun}
-    for index, item in enumerate(_items(answer)):
-        place = {"output_index": index, "item_id": item["id"]}
-        empty = {**item, "status": "in_progress"}
-        match item["type"]:
-            case "function_call":
-                empty["arguments"] = ""
-            case _:
-                empty["content"] = []
-        yield {"type": "response.output_item.added", "output_index": index, "item": empty}
-        match item["type"]:
-            case "function_call":
-                yield from _arguments(place, item)
-            case "message":
-                yield from _words(place, item["content"][0])
-            case _:
-                yield from _thoughts(place, item["content"][0])
-        yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    status = _status(answer)
-    yield {
-        "type": f"response.{status}",
-        "response": _response(request, answer, _items(answer), status),
-    }
-
-
-def _arguments(place: Json, item: Json) -> Iterator[Json]:
-    kind = "response.function_call_arguments"
-    yield {"type": f"{kind}.delta", **place, "delta": item["arguments"]}
-    done = {"name": item["name"], "arguments": item["arguments"]}
-    yield {"type": f"{kind}.done", **place, **done}
-
-
-def _words(place: Json, part: Json) -> Iterator[Json]:
-    place = {**place, "content_index": 0}
-    yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
-    more: Json = {"logprobs": []}
-    yield {"type": "response.output_text.delta", **place, **more, "delta": part["text"]}
-    yield {"type": "response.output_text.done", **place, **more, "text": part["text"]}
-    yield {"type": "response.content_part.done", **place, "part": part}
-
-
-def _thoughts(place: Json, part: Json) -> Iterator[Json]:
-    place = {**place, "content_index": 0}
-    yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
-    yield {"type": "response.reasoning_text.delta", **place, "delta": part["text"]}
-    yield {"type": "response.reasoning_text.done", **place, "text": part["text"]}
-    yield {"type": "response.content_part.done", **place, "part": part}
-
-
-def _status(answer: ModelAnswer) -> str:
-    return "incomplete" if answer.finish_reason in _CUT else "completed"
-
-
-def _items(answer: ModelAnswer) -> list[Json]:
-    items: list[Json] = []
-    status = _status(answer)
-    if answer.reasoning:
-        thoughts = {"type": "reasoning_text", "text": answer.reasoning}
-        items.append(
-            {
-                "id": f"rs_{answer.id}",
-                "type": "reasoning",
-                "summary": [],
-                "content": [thoughts],
-                "status": status,
-            }
-        )
-    if answer.content or not answer.tool_calls:
-        words = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
-        items.append(
-            {
-                "id": f"msg_{answer.id}",
-                "type": "message",
-                "role": "assistant",
-                "status": status,
-                "content": [words],
-            }
-        )
-    items += [
-        {
-            "id": f"fc_{answer.id}_{index}",
-            "type": "function_call",
-            "status": status,
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-        }
-        for index, call in enumerate(answer.tool_calls)
-    ]
-    return items
-
-
-def _response(request: ModelRequest, answer: ModelAnswer, output: list[Json], status: str) -> Json:
-    ended = status != "in_progress"
-    cut = _CUT.get(answer.finish_reason) if ended else None
-    return {
-        "id": f"resp_{answer.id}",
-        "object": "response",
-        "created_at": answer.created,
-        "status": status,
-        "error": None,
-        "incomplete_details": {"reason": cut} if cut else None,
-        "instructions": None,
-        "metadata": {},
-        "model": request.model,
-        "output": output,
-        "parallel_tool_calls": request.options.get("parallel_tool_calls", True),
-        "temperature": request.options.get("temperature"),
-        "tool_choice": _told_choice(request),
-        "tools": [{"type": "function", "strict": None, **it["function"]} for it in request.tools],
-        "top_p": request.options.get("top_p"),
-        "max_output_tokens": request.options.get("max_tokens"),
-        "previous_response_id": None,
-        "truncation": "disabled",
-        "usage": _usage(answer) if ended else None,
-    }
-
-
-def _told_choice(request: ModelRequest) -> str | Json:
-    choice = request.options.get("tool_choice", "auto")
-    if isinstance(choice, dict):
-        return {"type": "function", "name": choice["function"]["name"]}
-    return str(choice)
-
-
-def _usage(answer: ModelAnswer) -> Json:
-    return {
-        "input_tokens": answer.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": answer.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-    }

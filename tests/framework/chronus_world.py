@@ -6,8 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsec_chronus.config import ChronusConfig
-from dsec_chronus.effects import Answer, Effect, PurgeJournal, Refuse, WriteFrame
+from dsec_chronus.effects import (
+    Answer,
+    Collect,
+    Deed,
+    DropCheckpoint,
+    Effect,
+    Perform,
+    PurgeJournal,
+    Refuse,
+    WriteFrame,
+)
 from dsec_chronus.events import (
+    ActionAsked,
+    ActionDone,
     AnswerGiven,
     AnswersAsked,
     AwaitAsked,
@@ -18,12 +30,15 @@ from dsec_chronus.events import (
     FrameFailed,
     FrameRead,
     FrameWritten,
+    GetAsked,
     GroupOpenAsked,
     GroupTakeAsked,
     InspectAsked,
+    JournalRead,
     Moment,
     NextAsked,
     OpenAsked,
+    PutAsked,
     ReportAsked,
     ShardLost,
     StepAsked,
@@ -31,10 +46,11 @@ from dsec_chronus.events import (
     SweepDue,
     TaskGiven,
 )
-from dsec_chronus.records import Frame, Record, pack
+from dsec_chronus.records import ActionKind, Child, Frame, Record, Taken, pack
 from dsec_chronus.state import ShardState
 from dsec_common.errors import DsecError, unavailable
 from dsec_common.wire.base import Message
+from dsec_common.wire.sandbox import CreateSandbox
 
 START_S = 1_000_000.0
 PROJECT = "default"
@@ -83,9 +99,11 @@ class World:
         self._epoch += 1
         self.core = ShardState("s0", self.config, str(self._epoch))
         self.to_write: list[WriteFrame] = []
+        self.deeds: list[Deed] = []
         for sequence, frame in sorted(self.journal.frames.items()):
             self.handle(FrameRead(frame=frame, sequence=sequence))
         self.journal.append(Frame(epoch=str(self._epoch), number=0))
+        self.handle(JournalRead(at=self.at))
 
     def handle(self, event: Event) -> None:
         """Feed one event and check the core's invariants."""
@@ -101,6 +119,8 @@ class World:
                 self.to_write.append(effect)
             case PurgeJournal():
                 self.journal.purge(effect.sequence)
+            case Perform() | DropCheckpoint() | Collect():
+                self.deeds.append(effect)
             case Answer():
                 assert effect.request_id not in self.answers | self.refusals
                 self.answers[effect.request_id] = effect.reply
@@ -161,7 +181,12 @@ class World:
         return self._ids
 
     def open(
-        self, local: str = ROLLOUT, *, project: str = PROJECT, labels: dict[str, str] | None = None
+        self,
+        local: str = ROLLOUT,
+        *,
+        project: str = PROJECT,
+        labels: dict[str, str] | None = None,
+        checkpoint_every: int = 0,
     ) -> int:
         """Open a rollout."""
         request_id = self._next_id()
@@ -171,6 +196,7 @@ class World:
                 project=project,
                 local=local,
                 labels=labels or {},
+                checkpoint_every=checkpoint_every,
                 at=self.at,
             )
         )
@@ -184,6 +210,7 @@ class World:
         stage: str = "stage",
         local: str = ROLLOUT,
         project: str = PROJECT,
+        sandbox_id: str = "node-1.a",
     ) -> int:
         """Report as the sandbox."""
         request_id = self._next_id()
@@ -195,7 +222,7 @@ class World:
                 seq=seq,
                 stage=stage,
                 payload=pack(payload),
-                sandbox_id="node-1.a",
+                sandbox_id=sandbox_id,
                 at=self.at,
             )
         )
@@ -305,6 +332,101 @@ class World:
         )
         return request_id
 
+    # --- State and actions ----------------------------------------------------------------------
+
+    def put(self, values: dict[str, Any], *deletes: str, local: str = ROLLOUT) -> int:
+        """Keep values as the trainer."""
+        request_id = self._next_id()
+        packed = {name: pack(value) for name, value in values.items()}
+        self.handle(
+            PutAsked(
+                request_id=request_id,
+                project=PROJECT,
+                local=local,
+                values=packed,
+                deletes=deletes,
+                at=self.at,
+            )
+        )
+        return request_id
+
+    def state(self, local: str = ROLLOUT, *, checkpoint: int = 0) -> dict[str, Any]:
+        """Return what is kept."""
+        request_id = self._next_id()
+        self.handle(
+            GetAsked(
+                request_id=request_id,
+                project=PROJECT,
+                local=local,
+                names=(),
+                checkpoint=checkpoint,
+                at=self.at,
+            )
+        )
+        values: dict[str, Any] = self.answers[request_id].values  # type: ignore[attr-defined]
+        return values
+
+    def act(self, kind: ActionKind, key: str, *, local: str = ROLLOUT, **what: Any) -> int:
+        """Ask for an action as the trainer."""
+        request_id = self._next_id()
+        self.handle(
+            ActionAsked(
+                request_id=request_id,
+                project=PROJECT,
+                local=local,
+                kind=kind,
+                key=key,
+                at=self.at,
+                **what,
+            )
+        )
+        return request_id
+
+    def performing(self) -> list[Perform]:
+        """Return what nodes were asked for since this was called last."""
+        asked = [deed for deed in self.deeds if isinstance(deed, Perform)]
+        self.deeds = [deed for deed in self.deeds if not isinstance(deed, Perform)]
+        return asked
+
+    def dropped(self) -> list[str]:
+        """Return the snapshots that were to be dropped since this was called last."""
+        dropped = [it.taken.snapshot_id for it in self.deeds if isinstance(it, DropCheckpoint)]
+        self.deeds = [deed for deed in self.deeds if not isinstance(deed, DropCheckpoint)]
+        return dropped
+
+    def done(self, it: Perform, error: DsecError | None = None, **what: Any) -> None:
+        """Let an action come to something, by default to what its kind does."""
+        begun = it.begun
+        if error is None and not what:
+            if begun.kind is ActionKind.CHECKPOINT:
+                what = {"taken": taken(f"node-1.snap{begun.number}", durable=begun.durable)}
+            elif begun.kind is ActionKind.ROLLBACK:
+                what = {"sandbox_id": begun.sandbox_id}
+            else:
+                locals_ = [f"{begun.local}child{index}" for index in range(begun.count)]
+                children = tuple(Child(local=one, sandbox_id=f"node-1.{one}") for one in locals_)
+                what = {"children": children}
+        self.handle(
+            ActionDone(
+                request_id=0,
+                project=it.project,
+                local=begun.local,
+                at=self.at,
+                number=begun.number,
+                error=error,
+                **what,
+            )
+        )
+
+    def acted(self, kind: ActionKind, key: str, *, local: str = ROLLOUT, **what: Any) -> Message:
+        """Carry an action through and return its answer."""
+        request = self.act(kind, key, local=local, **what)
+        self.settle()
+        for it in self.performing():
+            self.done(it)
+        self.settle()
+        return self.answers[request]
+
     # --- Groups; a task's rollout is named by its index, a group by its name --------------------
 
     def take_group(self, group: str = GROUP, *, project: str = PROJECT) -> int:
@@ -405,3 +527,13 @@ class World:
 def sequence_of(journal: JournalOfTest) -> int:
     """Return the number of the next frame."""
     return journal.last + 1
+
+
+def taken(snapshot_id: str, *, durable: bool = False) -> Taken:
+    """Return what a node kept."""
+    return Taken(
+        snapshot_id=snapshot_id,
+        layers=("base@1",),
+        template=CreateSandbox(base="", message_id="m", sent_at=0.0),
+        layer="checkpoint@1" if durable else "",
+    )

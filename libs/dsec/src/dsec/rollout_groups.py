@@ -175,6 +175,8 @@ class RolloutGroup:
         labels: Mapping[str, str],
         window: int,
         patience_s: float,
+        checkpoint_every: int = 0,
+        durable_checkpoints: bool = False,
     ) -> None:
         if window < 1:
             raise invalid(f"a window of {window} steps holds none")
@@ -187,6 +189,8 @@ class RolloutGroup:
         self._labels = dict(labels)
         self._window = window
         self._patience_s = patience_s
+        self._checkpoint_every = checkpoint_every
+        self._durable_checkpoints = durable_checkpoints
         self._by_local: dict[str, tuple[Rollout, Any]] = {}
         self._seen: dict[str, int] = {}
         self._windows: dict[str, _Window] = {}
@@ -267,7 +271,14 @@ class RolloutGroup:
         for tasks in _parts(self._tasks):
             opened = await self._channel.ask(
                 subjects.rollout_group(self._channel.project, "open_group"),
-                OpenGroup(group=self.name, fence=fence, tasks=tasks, labels=self._labels),
+                OpenGroup(
+                    group=self.name,
+                    fence=fence,
+                    tasks=tasks,
+                    labels=self._labels,
+                    checkpoint_every=self._checkpoint_every,
+                    durable_checkpoints=self._durable_checkpoints,
+                ),
                 GroupOpened,
                 timeout_s=_TIMEOUT_S,
                 repeatable=True,

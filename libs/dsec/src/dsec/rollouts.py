@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from dsec.channel import Channel
+from dsec.checkpoints import Checkpointed
 from dsec.rollout_groups import RolloutGroup
 from dsec_common import subjects
 from dsec_common.errors import DsecError
@@ -61,7 +62,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         await self.rollout.feedback(self.seq, payload, reward=reward, done=done)
 
 
-class Rollout:
+class Rollout(Checkpointed):
     """A rollout's handle. It holds no state but numbers: another process may go on with the id.
 
     Attributes:
@@ -75,6 +76,9 @@ class Rollout:
 
     def __repr__(self) -> str:
         return f"Rollout({self.id!r})"
+
+    def _handle(self, rollout_id: str) -> Rollout:
+        return Rollout(self._channel, rollout_id)
 
     def _subject(self, verb: str) -> str:
         return subjects.rollout(self._channel.project, self._scoped, verb)
@@ -228,18 +232,32 @@ class Rollouts:
         self._channel = channel
 
     async def open(
-        self, *, labels: Mapping[str, str] | None = None, idempotency_key: str = ""
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        idempotency_key: str = "",
+        checkpoint_every: int = 0,
+        durable_checkpoints: bool = False,
     ) -> Rollout:
         """Open a rollout and return its handle.
 
         Args:
             labels: the caller's own.
             idempotency_key: the same key returns the same rollout.
+            checkpoint_every: a checkpoint is made after each so many reports, before the feedback
+                to the last of them goes out; 0 makes none by itself.
+            durable_checkpoints: they are such that another node goes on by itself from the newest
+                when the sandbox's node is lost.
         """
         reply = await self._channel.ask(
             subjects.rollout_open(self._channel.project),
             # A key of its own makes it safe to ask again: the journal is written anyway.
-            OpenRollout(labels=dict(labels or {}), idempotency_key=idempotency_key or new_id()),
+            OpenRollout(
+                labels=dict(labels or {}),
+                idempotency_key=idempotency_key or new_id(),
+                checkpoint_every=checkpoint_every,
+                durable_checkpoints=durable_checkpoints,
+            ),
             RolloutOpened,
             timeout_s=_TIMEOUT_S,
             repeatable=True,
@@ -255,6 +273,8 @@ class Rollouts:
         labels: Mapping[str, str] | None = None,
         window: int = 4096,
         patience_s: float = 120.0,
+        checkpoint_every: int = 0,
+        durable_checkpoints: bool = False,
     ) -> RolloutGroup:
         """Return a group of rollouts, one for each task; nothing is asked before it is entered.
 
@@ -265,6 +285,8 @@ class Rollouts:
             labels: the caller's own, of each rollout.
             window: how many steps without an answer are held here; beyond it agents wait.
             patience_s: how long Chronus may be away before the stream of steps ends with the error.
+            checkpoint_every: as of :meth:`open`, for each rollout.
+            durable_checkpoints: as of :meth:`open`.
         """
         return RolloutGroup(
             self._channel,
@@ -274,6 +296,8 @@ class Rollouts:
             labels=labels or {},
             window=window,
             patience_s=patience_s,
+            checkpoint_every=checkpoint_every,
+            durable_checkpoints=durable_checkpoints,
         )
 
     def get(self, rollout_id: str) -> Rollout:

@@ -19,7 +19,9 @@ from typing import Any, Final
 
 from dsec import client as asynchronous
 from dsec import recipes
+from dsec.actions import Action as AsyncAction
 from dsec.agents import Agents as AsyncAgents
+from dsec.checkpoints import RolloutBranch as AsyncRolloutBranch
 from dsec.dags import Dags as AsyncDags
 from dsec.events import EventStream as AsyncEventStream
 from dsec.file_watch import FileWatch as AsyncFileWatch
@@ -40,6 +42,7 @@ from dsec.snapshots import Snapshots as AsyncSnapshots
 from dsec_common.errors import invalid
 
 __all__ = [
+    "Action",
     "Agents",
     "DSecClient",
     "Dags",
@@ -49,6 +52,7 @@ __all__ = [
     "Pools",
     "Process",
     "Rollout",
+    "RolloutBranch",
     "Rollouts",
     "Sandbox",
     "Session",
@@ -202,6 +206,7 @@ class _ClientTwin(_Twin):
         self.close()
 
 
+Action: Any = _twin_of(AsyncAction)
 Agents: Any = _twin_of(AsyncAgents)
 Dags: Any = _twin_of(AsyncDags)
 Sandbox: Any = _twin_of(AsyncSandbox)
@@ -212,6 +217,7 @@ Pools: Any = _twin_of(AsyncPools)
 Process: Any = _twin_of(AsyncProcess)
 Rollouts: Any = _twin_of(AsyncRollouts)
 Rollout: Any = _twin_of(AsyncRollout)
+RolloutBranch: Any = _twin_of(AsyncRolloutBranch)
 Session: Any = _twin_of(AsyncSession)
 Snapshot: Any = _twin_of(AsyncSnapshot)
 Snapshots: Any = _twin_of(AsyncSnapshots)
@@ -252,6 +258,7 @@ update_model: Any = _with_twin(registering.update_model)
 
 
 _TWIN_OF: Final[dict[type, Any]] = {
+    AsyncAction: Action,
     AsyncAgents: Agents,
     AsyncDags: Dags,
     AsyncSandbox: Sandbox,
@@ -262,6 +269,7 @@ _TWIN_OF: Final[dict[type, Any]] = {
     AsyncProcess: Process,
     AsyncRollouts: Rollouts,
     AsyncRollout: Rollout,
+    AsyncRolloutBranch: RolloutBranch,
     AsyncSession: Session,
     AsyncSnapshot: Snapshot,
     AsyncSnapshots: Snapshots,

@@ -85,6 +85,14 @@ _PUBLISHES: Final[dict[str, tuple[str, ...]]] = {
         f"{ROOT}.{SYSTEM}.shard.*.taken",
         # Of an answer that a trainer has only begun; the node answers the trainer.
         f"{ROOT}.{SYSTEM}.node.*.stream",
+        # Of rollouts that are kept, put back and branched together with their sandboxes.
+        f"{ROOT}.*.sandbox.*.*.snapshot",
+        f"{ROOT}.*.sandbox.*.*.rollback",
+        f"{ROOT}.*.sandbox.*.*.inspect",
+        f"{ROOT}.*.sandbox.*.*.inspect_network",
+        f"{ROOT}.*.sandbox.create",
+        f"{ROOT}.*.snapshot.*.*",
+        f"{ROOT}.*.layer.*.remove",
         f"{ROOT}.*.evt.rollout.>",
     ),
     "tracer": (),
@@ -121,6 +129,7 @@ _SUBSCRIBES: Final[dict[str, tuple[str, ...]]] = {
         f"{ROOT}.*.group.*.*",
         f"{ROOT}.{SYSTEM}.rollout.>",
         f"{ROOT}.{SYSTEM}.group.>",
+        subjects.HEARTBEATS,
     ),
     "tracer": (f"{ROOT}.*.trace.*",),
     "operator": (subjects.EVENT_PATTERN, subjects.HEARTBEATS),

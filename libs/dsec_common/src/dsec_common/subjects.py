@@ -141,7 +141,8 @@ AGENT_VERBS: Final = (
 )
 DAG_VERBS: Final = ("register", "run", "inspect", "resume")
 SNAPSHOT_VERBS: Final = ("list", "inspect", "delete", "pack")
-ROLLOUT_VERBS: Final = ("next", "feedback", "stream", "inspect", "close")
+KEPT_VERBS: Final = ("put_state", "get_state", "checkpoint", "checkpoints", "rollback", "branch")
+ROLLOUT_VERBS: Final = ("next", "feedback", "stream", "inspect", "close", *KEPT_VERBS)
 GROUP_VERBS: Final = ("next", "answer")
 
 

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 
 from dsec_chronus.groups import Group
 from dsec_chronus.records import (
+    ActionEnded,
     FeedbackGiven,
     GroupTaken,
     HistoryForgotten,
+    KeptRecord,
     Record,
     RolloutBegun,
     RolloutEnded,
     StageReported,
+    StateTaken,
+    StateWritten,
     size_of,
 )
 from dsec_chronus.rollout import Rollout
@@ -38,13 +42,30 @@ class Contents:
             return record.project, 0
         if isinstance(record, RolloutBegun):
             return record.project, self._begin(record)
+        if isinstance(record, StateTaken):
+            record = self._taken(record)
         rollout = self.rollouts.get(record.local)
         if rollout is None:
             return "", 0
         before = rollout.size_bytes
-        if rollout.apply(record) and rollout.begun.group:
-            self._tell_group(rollout, record)
+        group = self.group_of(rollout)
+        waiting = rollout.waiting() if group is not None and isinstance(record, ActionEnded) else ()
+        if rollout.apply(record) and group is not None:
+            _tell_group(group, rollout, record)
+            for seq in waiting:
+                if rollout.report(seq) is None:  # void
+                    group.answered(rollout, seq)
         return rollout.begun.project, rollout.size_bytes - before
+
+    def _taken(self, record: StateTaken) -> StateWritten:
+        parent = self.rollouts.get(record.parent)
+        checkpoint = None if parent is None else parent.kept.checkpoints.get(record.checkpoint)
+        return StateWritten(
+            local=record.local,
+            at=record.at,
+            version=0 if checkpoint is None else checkpoint.version,
+            puts={} if checkpoint is None else dict(checkpoint.values),
+        )
 
     def _take(self, record: GroupTaken) -> None:
         key = (record.project, record.group)
@@ -68,25 +89,6 @@ class Contents:
         """Return a rollout's group; None when it has none."""
         begun = rollout.begun
         return self.groups.get((begun.project, begun.group)) if begun.group else None
-
-    def _tell_group(
-        self,
-        rollout: Rollout,
-        record: StageReported | FeedbackGiven | RolloutEnded | HistoryForgotten,
-    ) -> None:
-        group = self.group_of(rollout)
-        if group is None:
-            return
-        group.touched_at = max(group.touched_at, record.at)
-        match record:
-            case StageReported():
-                group.reported(rollout, record)
-            case FeedbackGiven():
-                group.answered(rollout, record.seq)
-            case RolloutEnded():
-                group.ended(rollout)
-            case HistoryForgotten():
-                pass
 
     def forget(self, rollout: Rollout) -> None:
         """Drop a rollout that is over."""
@@ -121,8 +123,12 @@ class Contents:
             sizes[rollout.begun.project] += rollout.size_bytes
             assert rollout.begun.local == local  # noqa: S101  invariant
             numbers = [report.seq for report in rollout.reports]
-            expected = list(range(rollout.forgotten_seq + 1, rollout.last_seq + 1))
-            assert numbers == expected  # noqa: S101  invariant
+            assert numbers == sorted(set(numbers))  # noqa: S101  invariant
+            first, last = rollout.forgotten_seq, rollout.last_seq
+            assert all(first < seq <= last for seq in numbers)  # noqa: S101  invariant
+            if rollout.kept.back_to < 0:
+                assert numbers == list(range(first + 1, last + 1))  # noqa: S101  invariant
+            rollout.kept.validate_state()
             assert set(rollout.feedback) <= set(numbers)  # noqa: S101  invariant
             if rollout.begun.group and not rollout.closed_at:
                 key = (rollout.begun.project, rollout.begun.group)
@@ -130,3 +136,20 @@ class Contents:
         for key, group in self.groups.items():
             assert group.waiting() == waiting[key]  # noqa: S101  invariant
         return sizes
+
+
+def _tell_group(
+    group: Group,
+    rollout: Rollout,
+    record: StageReported | FeedbackGiven | RolloutEnded | HistoryForgotten | KeptRecord,
+) -> None:
+    group.touched_at = max(group.touched_at, record.at)
+    match record:
+        case StageReported():
+            group.reported(rollout, record)
+        case FeedbackGiven():
+            group.answered(rollout, record.seq)
+        case RolloutEnded():
+            group.ended(rollout)
+        case _:
+            pass

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from dsec_chronus import acting
 from dsec_chronus.config import ChronusConfig
 from dsec_chronus.contents import Contents
-from dsec_chronus.effects import Answer, Decided, Wait
+from dsec_chronus.draft import Draft
+from dsec_chronus.effects import Answer, Decided, Nothing, Wait
 from dsec_chronus.errors import (
     fenced,
     group_unknown,
@@ -16,6 +19,8 @@ from dsec_chronus.errors import (
     task_otherwise,
 )
 from dsec_chronus.events import (
+    ActionAsked,
+    ActionDone,
     AnswersAsked,
     AwaitAsked,
     Change,
@@ -24,6 +29,7 @@ from dsec_chronus.events import (
     GroupOpenAsked,
     GroupTakeAsked,
     OpenAsked,
+    PutAsked,
     ReportAsked,
     RolloutChange,
     StepAsked,
@@ -31,7 +37,7 @@ from dsec_chronus.events import (
     TaskGiven,
 )
 from dsec_chronus.records import GroupTaken, Record, RolloutBegun, same_payload
-from dsec_chronus.rollout import Draft, Rollout
+from dsec_chronus.rollout import Rollout
 from dsec_chronus.shares import Shares
 from dsec_common.errors import DsecError
 from dsec_common.wire.base import ErrorReply, Message
@@ -83,6 +89,13 @@ class Drafts:
                 records, reply = self._open_group(asked)
             case AnswersAsked():
                 records, reply = self._answer_steps(asked)
+            case PutAsked():
+                draft = self._need_draft(asked)
+                records, reply = acting.put(asked, draft, self._id(asked.local))
+            case ActionAsked():
+                return acting.begin(asked, self._need_draft(asked), self.shard)
+            case ActionDone():
+                return self._end_action(asked)
             case _:
                 records, reply = self._change_rollout(asked)
         if isinstance(asked, StepAsked):
@@ -91,7 +104,8 @@ class Drafts:
 
     def _need_room(self, asked: Change, frame_bytes: int) -> None:
         limit = self.config.shard_bytes_max
-        if isinstance(asked, CloseAsked):  # closing is how room is made again
+        # Closing is how room is made again, and what is done is done.
+        if isinstance(asked, CloseAsked | ActionDone):
             return
         if not isinstance(asked, AnswersAsked | FeedbackAsked):
             limit -= limit // _FOR_ANSWERS
@@ -107,20 +121,44 @@ class Drafts:
         draft = self._draft(asked.local)
         if draft is None and isinstance(asked, OpenAsked):
             begun = RolloutBegun(
-                local=asked.local, at=asked.at.unix_s, project=asked.project, labels=asked.labels
+                local=asked.local,
+                at=asked.at.unix_s,
+                project=asked.project,
+                labels=asked.labels,
+                checkpoint_every=asked.checkpoint_every,
+                durable=asked.durable,
             )
             self._rollouts[asked.local] = Draft(Rollout(begun))
             return [begun], RolloutOpened(rollout_id=self._id(asked.local))
-        if draft is None or draft.rollout.begun.project != asked.project:
-            raise rollout_unknown(self._id(asked.local))
+        draft = self._need_draft(asked)
         record, reply = draft.decide(asked, self._id(asked.local))
         records = [] if record is None else [record]
-        if isinstance(asked, ReportAsked) and not draft.forgets:
-            forgotten = draft.rollout.forgettable()
-            if forgotten is not None and records:
-                draft.forgets = True
-                records.append(forgotten)
+        if isinstance(asked, ReportAsked) and record is not None:
+            records += self._after_report(asked, draft)
         return records, reply
+
+    def _after_report(self, asked: ReportAsked, draft: Draft) -> Iterator[Record]:
+        due = acting.automatic(draft, asked.seq, asked.at)
+        if due is not None:
+            yield due
+        forgotten = None if draft.forgets else draft.rollout.forgettable()
+        if forgotten is not None:
+            draft.forgets = True
+            yield forgotten
+
+    def _end_action(self, asked: ActionDone) -> tuple[list[Record], Decided]:
+        draft = self._draft(asked.local)
+        records = [] if draft is None else acting.end(asked, draft, self.shard)
+        for record in records:
+            if isinstance(record, RolloutBegun):
+                self._rollouts[record.local] = Draft(Rollout(record))
+        return records, Nothing(request_id=asked.request_id, done=asked)
+
+    def _need_draft(self, asked: RolloutChange | PutAsked | ActionAsked) -> Draft:
+        draft = self._draft(asked.local)
+        if draft is None or draft.rollout.begun.project != asked.project:
+            raise rollout_unknown(self._id(asked.local))
+        return draft
 
     def _draft(self, local: str) -> Draft | None:
         draft = self._rollouts.get(local)
@@ -170,6 +208,8 @@ class Drafts:
                 group=asked.group,
                 index=task.index,
                 task=task.task,
+                checkpoint_every=asked.checkpoint_every,
+                durable=asked.durable,
             )
             self._rollouts[task.local] = Draft(Rollout(begun))
             records.append(begun)
@@ -180,7 +220,8 @@ class Drafts:
         if draft is None:
             return True
         begun = draft.rollout.begun
-        same = (begun.labels, begun.group) == (asked.labels, asked.group)
+        options = (begun.labels, begun.group, begun.checkpoint_every, begun.durable)
+        same = options == (asked.labels, asked.group, asked.checkpoint_every, asked.durable)
         if not same or not same_payload(begun.task, task.task):
             raise task_otherwise(asked.group, task.index, self._id(task.local))
         return False
@@ -236,3 +277,18 @@ def _wait_of(asked: StepAsked) -> AwaitAsked:
         wait_s=asked.wait_s,
         of_step=True,
     )
+
+
+def payload_bytes(asked: Change) -> int:
+    """Return how many bytes a change holds while it waits for the journal."""
+    match asked:
+        case ReportAsked() | FeedbackAsked():
+            return len(asked.payload)
+        case AnswersAsked():
+            return sum(len(answer.payload) for answer in asked.answers)
+        case GroupOpenAsked():
+            return sum(len(task.task) for task in asked.tasks)
+        case PutAsked():
+            return sum(map(len, asked.values.values()))
+        case _:
+            return 0

@@ -26,7 +26,8 @@ def opened_otherwise(rollout_id: str) -> DsecError:
     """Return the error for an idempotency key that is used again for something else."""
     return DsecError(
         ErrorCode.CONFLICT,
-        f"this idempotency key opened rollout {rollout_id} with other labels; use another key",
+        f"this idempotency key opened rollout {rollout_id} with other labels or other "
+        "checkpoints; use another key",
         details={"rollout_id": rollout_id},
     )
 
@@ -177,8 +178,8 @@ def task_otherwise(group: str, index: int, rollout_id: str) -> DsecError:
     """Return the error for a task that differs from what its rollout was opened for."""
     return DsecError(
         ErrorCode.CONFLICT,
-        f"task {index} of the group {group!r} has rollout {rollout_id} with another task or other "
-        "labels; use another name for another list of tasks",
+        f"task {index} of the group {group!r} has rollout {rollout_id} with another task, other "
+        "labels or other checkpoints; use another name for another list of tasks",
         details={"group": group, "index": index, "rollout_id": rollout_id},
     )
 
@@ -195,3 +196,103 @@ def answered_by_group(rollout_id: str, group: str) -> DsecError:
 def bad_group(why: str) -> DsecError:
     """Return the error for a request about a group that makes no sense."""
     return invalid(f"{why}; name a group by 1 to 128 printable characters")
+
+
+def rolled_back(rollout_id: str, seq: int, step: int, last_seq: int) -> DsecError:
+    """Return the error for a number that a rollback has made void."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"rollout {rollout_id} was put back to step {step}: its report {seq} is void, and nothing "
+        f"about it counts; {last_seq + 1} is the next",
+        details={
+            "rollout_id": rollout_id,
+            "seq": seq,
+            "reason": "rolled_back",
+            "step": step,
+            "expected_seq": last_seq + 1,
+        },
+    )
+
+
+def replaced(rollout_id: str, sandbox_id: str, by: str) -> DsecError:
+    """Return the error for a sandbox that was taken for lost."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"sandbox {sandbox_id} was taken for lost, and {by} goes on with rollout {rollout_id}: "
+        "stop, nothing that comes from here counts",
+        details={"rollout_id": rollout_id, "reason": "replaced", "sandbox_id": by},
+    )
+
+
+def acting(rollout_id: str, kind: str) -> DsecError:
+    """Return the error for what has to wait until an action is over."""
+    return unavailable(
+        f"a {kind} of rollout {rollout_id} is under way; ask again",
+        retry_after_s=0.05,
+        rollout_id=rollout_id,
+    )
+
+
+def no_checkpoint(rollout_id: str, step: int, kept: str) -> DsecError:
+    """Return the error for a step before which no checkpoint is kept."""
+    which = "no checkpoint" if step < 0 else f"no checkpoint at or before step {step}"
+    return not_found(
+        f"rollout {rollout_id} has {which}; kept are those of the steps {kept or '(none)'}",
+        rollout_id=rollout_id,
+        step=step,
+    )
+
+
+def no_sandbox(rollout_id: str) -> DsecError:
+    """Return the error for a checkpoint of a rollout that no sandbox has reported for."""
+    return invalid(
+        f"no sandbox has reported for rollout {rollout_id} yet: name the one to keep",
+        rollout_id=rollout_id,
+    )
+
+
+def key_reused(rollout_id: str, key: str) -> DsecError:
+    """Return the error for a key that stands for another action."""
+    return DsecError(
+        ErrorCode.CONFLICT,
+        f"the key {key[:40]!r} stands for another action of rollout {rollout_id}; use one of its "
+        "own for each",
+        details={"rollout_id": rollout_id},
+    )
+
+
+def too_much_state(rollout_id: str, size: int, limit: int) -> DsecError:
+    """Return the error for state beyond its limit."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"the state of rollout {rollout_id} would take {size} bytes, {limit} are the most; keep "
+        "large data in files of the sandbox, which a checkpoint keeps too",
+        retryable=False,
+        details={"rollout_id": rollout_id, "limit_bytes": limit},
+    )
+
+
+def node_silent(node: str, why: str) -> DsecError:
+    """Return the error for an action whose node does not answer."""
+    return unavailable(
+        f"node {node} does not answer ({why}); nothing was recorded. See `dsec node list`",
+        node=node,
+    )
+
+
+def bad_count(count: int, most: int) -> DsecError:
+    """Return the error for a number of branches that makes no sense."""
+    return invalid(f"{count} branches: ask for 1 to {most}", count=count)
+
+
+def bad_key(key: str, most: int) -> DsecError:
+    """Return the error for a key that no action can have."""
+    return invalid(
+        f"{key[:40]!r} is no key of an action: use 1 to {most} printable characters, a new key for "
+        "each action"
+    )
+
+
+def bad_names(names: int, most: int) -> DsecError:
+    """Return the error for names of values that cannot be kept."""
+    return invalid(f"a value's name has 1 to {most} characters, and {names} are the most at once")

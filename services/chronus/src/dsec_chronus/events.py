@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from dsec_chronus.records import Frame
+from dsec_chronus.records import ActionKind, Child, Frame, Taken
 from dsec_common.errors import DsecError
 
 
@@ -30,6 +30,8 @@ class OpenAsked(Asked, frozen=True, kw_only=True):
     """Someone opens a rollout under an id that is made of the idempotency key."""
 
     labels: dict[str, str]
+    checkpoint_every: int = 0
+    durable: bool = False
 
 
 class ReportAsked(Asked, frozen=True, kw_only=True):
@@ -101,6 +103,8 @@ class GroupOpenAsked(Asked, frozen=True, kw_only=True):
     fence: int
     labels: dict[str, str]
     tasks: tuple[TaskGiven, ...]
+    checkpoint_every: int = 0
+    durable: bool = False
 
 
 class AnswerGiven(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +138,55 @@ class StepsAsked(Asked, frozen=True, kw_only=True):
     after: int
     wait_s: float
     limit: int
+
+
+class PutAsked(Asked, frozen=True, kw_only=True):
+    """A trainer keeps values with a rollout; each is JSON."""
+
+    values: dict[str, bytes]
+    deletes: tuple[str, ...]
+
+
+class GetAsked(Asked, frozen=True, kw_only=True):
+    """A trainer reads what is kept with a rollout, now or at a checkpoint."""
+
+    names: tuple[str, ...]
+    checkpoint: int
+
+
+class CheckpointsAsked(Asked, frozen=True, kw_only=True):
+    """A trainer wants to know the checkpoints of a rollout."""
+
+
+class ActionAsked(Asked, frozen=True, kw_only=True):
+    """Something is to be done to a rollout together with its sandbox.
+
+    ``lost`` asks for it where the sandbox's node is gone: another node goes on.
+    """
+
+    kind: ActionKind
+    key: str
+    step: int = -1
+    sandbox_id: str = ""
+    durable: bool = False
+    count: int = 0
+    lost: bool = False
+
+
+class ActionDone(Asked, frozen=True, kw_only=True):
+    """A rollout's action came to this; nobody asks, so ``request_id`` is 0."""
+
+    number: int
+    error: DsecError | None = None
+    taken: Taken | None = None
+    sandbox_id: str = ""
+    children: tuple[Child, ...] = ()
+
+
+class JournalRead(msgspec.Struct, frozen=True, kw_only=True):
+    """The shard is ours, and all that is durable of it has been read."""
+
+    at: Moment
 
 
 class FrameRead(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,15 +230,24 @@ class ShardLost(msgspec.Struct, frozen=True, kw_only=True):
 
 RolloutChange: TypeAlias = OpenAsked | ReportAsked | StepAsked | FeedbackAsked | CloseAsked
 GroupChange: TypeAlias = GroupTakeAsked | GroupOpenAsked | AnswersAsked
-Change: TypeAlias = RolloutChange | GroupChange
+KeptChange: TypeAlias = PutAsked | ActionAsked | ActionDone
+Change: TypeAlias = RolloutChange | GroupChange | KeptChange
 """What is written to the journal before it is answered."""
 
 Waiting: TypeAlias = NextAsked | AwaitAsked | StepsAsked
 """What may wait until there is something."""
 
-Look: TypeAlias = InspectAsked | Waiting
+Look: TypeAlias = InspectAsked | GetAsked | CheckpointsAsked | Waiting
 """What is answered from what the journal already holds."""
 
 Event: TypeAlias = (
-    Change | Look | FrameRead | FrameWritten | FrameFailed | ClockTicked | SweepDue | ShardLost
+    Change
+    | Look
+    | FrameRead
+    | JournalRead
+    | FrameWritten
+    | FrameFailed
+    | ClockTicked
+    | SweepDue
+    | ShardLost
 )

@@ -105,7 +105,13 @@ class GroupDoors:
             request,
             (project, group_local(project, asked.group)),
             lambda origin: GroupOpenAsked(
-                **origin, group=asked.group, fence=asked.fence, labels=asked.labels, tasks=tasks
+                **origin,
+                group=asked.group,
+                fence=asked.fence,
+                labels=asked.labels,
+                tasks=tasks,
+                checkpoint_every=asked.checkpoint_every,
+                durable=asked.durable_checkpoints,
             ),
         )
 

@@ -68,6 +68,8 @@ class GroupOpening:
                     fence=asked.fence,
                     labels=asked.labels,
                     tasks=tuple(tasks),
+                    checkpoint_every=asked.checkpoint_every,
+                    durable_checkpoints=asked.durable_checkpoints,
                 ),
                 GroupOpened,
             )

@@ -55,3 +55,8 @@ def _local(text: str) -> str:
 def _scoped(text: str, shards: int) -> ScopedId:
     number = int.from_bytes(_digest(text)[15:], "big")
     return ScopedId(f"s{number % shards}", _local(text))
+
+
+def branch_local(rollout_id: str, number: int, index: int) -> str:
+    """Return what stands for a branch within its rollout's shard: another for each action."""
+    return _local(f"\0\0{rollout_id}\0{number}\0{index}")

@@ -11,14 +11,28 @@ from dsec_chronus.errors import (
     bad_seq,
     group_unknown,
     history_forgotten,
+    no_checkpoint,
     nobody_waits,
+    rolled_back,
     rollout_closed,
     rollout_unknown,
 )
-from dsec_chronus.events import AwaitAsked, InspectAsked, Look, NextAsked, StepsAsked, Waiting
+from dsec_chronus.events import (
+    AwaitAsked,
+    CheckpointsAsked,
+    GetAsked,
+    InspectAsked,
+    Look,
+    NextAsked,
+    StepsAsked,
+    Waiting,
+)
 from dsec_chronus.groups import Group
+from dsec_chronus.records import unpack
 from dsec_chronus.rollout import Rollout
 from dsec_common.wire.base import Message
+from dsec_common.wire.checkpoint import CheckpointList, RolloutStateValues
+from dsec_common.wire.rollout import FeedbackState
 from dsec_common.wire.rollout_group import StepBatch
 
 
@@ -39,6 +53,11 @@ class Looks:
         match asked:
             case InspectAsked():
                 return self._rollout_of(asked).info(self._id(asked.local))
+            case GetAsked():
+                return self._values(asked)
+            case CheckpointsAsked():
+                kept = self._rollout_of(asked).kept.checkpoints.values()
+                return CheckpointList(checkpoints=tuple(it.info() for it in kept))
             case NextAsked():
                 return self._stages(asked)
             case AwaitAsked():
@@ -61,6 +80,8 @@ class Looks:
         if isinstance(asked, NextAsked):
             after_seq = max(asked.after_seq, rollout.last_seq)
             return rollout.batch(after_seq, 1, self._id(asked.local))
+        if rollout.kept.holds_feedback:
+            return FeedbackState(ready=False, seq=asked.seq)
         return rollout.feedback_to(asked.seq)
 
     def reporter(self, project: str, local: str, seq: int) -> str:
@@ -81,15 +102,30 @@ class Looks:
     def _id(self, local: str) -> str:
         return f"{self.shard}.{local}"
 
-    def _rollout_of(self, asked: InspectAsked | NextAsked | AwaitAsked) -> Rollout:
+    def _rollout_of(
+        self, asked: InspectAsked | GetAsked | CheckpointsAsked | NextAsked | AwaitAsked
+    ) -> Rollout:
         rollout = self.contents.rollouts.get(asked.local)
         if rollout is None or rollout.begun.project != asked.project:
             raise rollout_unknown(self._id(asked.local))
         return rollout
 
+    def _values(self, asked: GetAsked) -> Message:
+        kept = self._rollout_of(asked).kept
+        values, version = kept.values, kept.version
+        if asked.checkpoint:
+            checkpoint = kept.checkpoints.get(asked.checkpoint)
+            if checkpoint is None:
+                steps = ", ".join(str(it.begun.step) for it in kept.checkpoints.values())
+                raise no_checkpoint(self._id(asked.local), -1, steps)
+            values, version = checkpoint.values, checkpoint.version
+        names = asked.names or tuple(values)
+        found = {name: unpack(values[name]) for name in names if name in values}
+        return RolloutStateValues(version=version, values=found)
+
     def _stages(self, asked: NextAsked) -> Message | None:
         rollout = self._rollout_of(asked)
-        if rollout.last_seq <= max(asked.after_seq, 0) and not rollout.closed_at:
+        if not rollout.has_after(max(asked.after_seq, 0)) and not rollout.closed_at:
             return None
         return rollout.batch(asked.after_seq, asked.limit, self._id(asked.local))
 
@@ -100,6 +136,10 @@ class Looks:
         if asked.seq <= rollout.forgotten_seq:
             forgotten, last_seq = rollout.forgotten_seq, rollout.last_seq
             raise history_forgotten(rollout_id, asked.seq, forgotten, last_seq)
+        if rollout.is_void(asked.seq):
+            raise rolled_back(rollout_id, asked.seq, rollout.kept.back_to, rollout.last_seq)
+        if rollout.kept.holds_feedback:
+            return None
         if asked.seq in rollout.feedback:
             if asked.of_step:
                 rollout.stepped_seq = max(rollout.stepped_seq, asked.seq)

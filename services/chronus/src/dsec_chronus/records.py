@@ -6,6 +6,8 @@ A snapshot is written in the same records, so that one way of applying them serv
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from enum import StrEnum
 from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
@@ -13,7 +15,8 @@ import msgspec
 
 from dsec_chronus.errors import too_large
 from dsec_common.errors import invalid
-from dsec_common.wire.base import Message
+from dsec_common.wire.base import ErrorReply, Message
+from dsec_common.wire.sandbox import CreateSandbox
 
 PAYLOAD_BYTES_MAX: Final = 256 * 1024
 """The largest payload of a report or of feedback, as JSON."""
@@ -24,12 +27,17 @@ PAYLOAD_DEPTH_MAX: Final = 100
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
 
+_VALUE_BYTES: Final = 64
 _RECORD_BYTES: Final = 256
 """What a record costs besides its texts; an estimate for limits."""
 
 
 class RolloutBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """A rollout is open from now on. Of a group, it is the rollout of task ``index``, in JSON."""
+    """A rollout is open from now on. Of a group, it is the rollout of task ``index``, in JSON.
+
+    A checkpoint is made every ``checkpoint_every`` reports, unless that is 0. A branch says of
+    which rollout (``parent``) and step.
+    """
 
     local: str
     at: float
@@ -38,6 +46,10 @@ class RolloutBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_li
     group: str = ""
     index: int = 0
     task: bytes = b""
+    checkpoint_every: int = 0
+    durable: bool = False
+    parent: str = ""
+    parent_step: int = 0
 
 
 class StageReported(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
@@ -88,8 +100,147 @@ class GroupTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like
     fence: int
 
 
+class StateWritten(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """What is kept with a rollout changed; each value is JSON."""
+
+    local: str
+    at: float
+    version: int
+    puts: dict[str, bytes] = {}
+    deletes: tuple[str, ...] = ()
+
+
+class StateTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """A branch begins with the state of its parent's checkpoint; both are in this shard."""
+
+    local: str
+    at: float
+    parent: str
+    checkpoint: int
+
+
+class ActionKind(StrEnum):
+    """What is done to a rollout together with its sandbox."""
+
+    CHECKPOINT = "checkpoint"
+    ROLLBACK = "rollback"
+    BRANCH = "branch"
+
+
+class ActionBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """The intent: from here on it is carried to its end, by whoever owns the shard.
+
+    Attributes:
+        number: counts the rollout's actions; a checkpoint's is its own.
+        key: the caller's.
+        step: the newest report then; of the checkpoint that is gone back to.
+        checkpoint: which is gone back to or branched.
+        sandbox_id: which sandbox it is about.
+        count: of branches.
+        durable: a checkpoint's snapshot is made a layer, too.
+        reward: the sum of the rewards of the reports up to ``step``.
+        lost: the sandbox's node is gone, so the sandbox is made again elsewhere.
+    """
+
+    local: str
+    at: float
+    number: int
+    kind: ActionKind
+    key: str
+    step: int
+    checkpoint: int = 0
+    sandbox_id: str = ""
+    count: int = 0
+    durable: bool = False
+    reward: float = 0.0
+    lost: bool = False
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a node kept of a sandbox, and how to make one of it.
+
+    Attributes:
+        snapshot_id: on the node.
+        layers: those below it, lowest first.
+        layer: made of it; empty when it is on its node alone.
+        template: how the sandbox was made.
+    """
+
+    snapshot_id: str
+    layers: tuple[str, ...]
+    template: CreateSandbox
+    layer: str = ""
+
+
+class Child(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What became of one branch."""
+
+    local: str
+    sandbox_id: str = ""
+    error: ErrorReply | None = None
+
+
+class ActionEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """The result of the rollout's action ``number``; with it the action takes effect, whole.
+
+    Attributes:
+        error: why nothing came of it.
+        taken: a checkpoint's.
+        sandbox_id: where a rollout that was put back goes on.
+        last_seq: no report up to it is taken again.
+        version: of the state that was put back.
+        children: a branch's.
+        told: it took effect before; kept to be told again, in snapshots of the journal.
+    """
+
+    local: str
+    at: float
+    number: int
+    error: ErrorReply | None = None
+    taken: Taken | None = None
+    sandbox_id: str = ""
+    last_seq: int = 0
+    version: int = 0
+    children: tuple[Child, ...] = ()
+    told: bool = False
+
+
+class RolloutKept(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Of snapshots of the journal: what else is known of a rollout that was put back or reported.
+
+    Attributes:
+        last_seq: no report up to it is taken again.
+        number: of the newest action.
+        sandbox_id: the one that last reported, or took its place.
+        replaced: sandboxes whose place others took; the newest last.
+        back_to: the step that it was last put back to; -1 when it never was.
+        back_at: when.
+        lost: it was put back because its sandbox was gone.
+    """
+
+    local: str
+    at: float
+    last_seq: int
+    number: int
+    sandbox_id: str
+    replaced: tuple[str, ...] = ()
+    back_to: int = -1
+    back_at: float = 0.0
+    lost: bool = False
+
+
+KeptRecord: TypeAlias = StateWritten | ActionBegun | ActionEnded | RolloutKept
+"""Of a rollout's state and what is done to it together with its sandbox."""
+
 Record: TypeAlias = (
-    RolloutBegun | StageReported | FeedbackGiven | RolloutEnded | HistoryForgotten | GroupTaken
+    RolloutBegun
+    | StageReported
+    | FeedbackGiven
+    | RolloutEnded
+    | HistoryForgotten
+    | GroupTaken
+    | StateTaken
+    | KeptRecord
 )
 
 
@@ -122,8 +273,28 @@ def size_of(record: Record) -> int:
             return _RECORD_BYTES + len(record.payload) + len(record.stage)
         case FeedbackGiven():
             return _RECORD_BYTES + len(record.payload)
-        case RolloutEnded() | HistoryForgotten() | GroupTaken():
+        case StateWritten():
+            return _RECORD_BYTES + values_size(record.puts) + sum(map(len, record.deletes))
+        case ActionEnded():
+            return _RECORD_BYTES * (1 + len(record.children)) + _taken_size(record.taken)
+        case (
+            RolloutEnded()
+            | HistoryForgotten()
+            | GroupTaken()
+            | StateTaken()
+            | ActionBegun()
+            | RolloutKept()
+        ):
             return _RECORD_BYTES
+
+
+def values_size(values: Mapping[str, bytes]) -> int:
+    """Return about how many bytes values take, with their names."""
+    return sum(len(name) + len(value) + _VALUE_BYTES for name, value in values.items())
+
+
+def _taken_size(taken: Taken | None) -> int:
+    return 0 if taken is None else len(msgspec.msgpack.encode(taken))
 
 
 def pack(payload: Any) -> bytes:

@@ -7,51 +7,37 @@ request safe to repeat, whoever vanished in between.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
 from dsec_chronus.errors import (
-    answered_by_group,
-    answered_otherwise,
-    bad_seq,
     history_forgotten,
-    nothing_to_answer,
-    opened_otherwise,
-    report_gap,
-    reported_otherwise,
-    rollout_closed,
-    too_many_unanswered,
 )
-from dsec_chronus.events import (
-    AnswerGiven,
-    CloseAsked,
-    FeedbackAsked,
-    Moment,
-    OpenAsked,
-    ReportAsked,
-    RolloutChange,
-)
+from dsec_chronus.kept import Kept
 from dsec_chronus.records import (
     PAYLOAD_BYTES_MAX,
+    ActionBegun,
+    ActionEnded,
+    ActionKind,
     FeedbackGiven,
     HistoryForgotten,
+    KeptRecord,
     Record,
     RolloutBegun,
     RolloutEnded,
+    RolloutKept,
     StageReported,
-    same_payload,
+    StateWritten,
     size_of,
     unpack,
 )
-from dsec_common.wire.base import Message
 from dsec_common.wire.rollout import (
-    FeedbackAccepted,
     FeedbackState,
+    Restoration,
     RolloutInfo,
-    RolloutOpened,
     RolloutState,
-    StageAccepted,
     StageBatch,
     StageReport,
 )
@@ -69,7 +55,9 @@ UNANSWERED_MAX: Final = 256
 class Rollout:
     """What the journal holds of one rollout. ``closed_at`` is 0 while it is open.
 
-    Reports up to ``forgotten_seq`` are answered and dropped, ``reports`` begins after them.
+    Reports up to ``forgotten_seq`` are answered and dropped, ``reports`` begins after them. Numbers
+    up to ``last_seq`` that no report has were those of reports that a rollback made void, or are
+    left out so that nothing which was under way then can be taken for something new.
     ``stepped_seq`` is the newest step whose feedback went out: who steps has its answers before it
     goes on. It is this owner's own knowledge and in no record.
     """
@@ -85,11 +73,30 @@ class Rollout:
     forgotten_seq: int = 0
     forgotten_reward: float = 0.0
     stepped_seq: int = 0
+    last_seq: int = 0
+    kept: Kept = field(default_factory=Kept)
 
-    @property
-    def last_seq(self) -> int:
-        """The number of the newest report; 0 when there is none."""
-        return self.forgotten_seq + len(self.reports)
+    def _count_to(self, seq: int) -> int:
+        """Return how many of ``reports`` have a number up to ``seq``."""
+        return bisect_right(self.reports, seq, key=_seq_of)
+
+    def report(self, seq: int) -> StageReported | None:
+        """Return the report with this number, if it is kept."""
+        at = self._count_to(seq)
+        found = self.reports[at - 1] if at else None
+        return found if found is not None and found.seq == seq else None
+
+    def has_after(self, seq: int) -> bool:
+        """Return whether there is a report after ``seq``."""
+        return bool(self.reports) and self.reports[-1].seq > seq
+
+    def is_void(self, seq: int) -> bool:
+        """Return whether a rollback has used this number up."""
+        return self.forgotten_seq < seq <= self.last_seq and self.report(seq) is None
+
+    def waiting(self) -> tuple[int, ...]:
+        """Return the numbers of the reports that have no feedback."""
+        return tuple(report.seq for report in self.reports if report.seq not in self.feedback)
 
     @property
     def unanswered(self) -> int:
@@ -102,61 +109,99 @@ class Rollout:
         return RolloutState.CLOSED if self.closed_at else RolloutState.OPEN
 
     def apply(
-        self, record: StageReported | FeedbackGiven | RolloutEnded | HistoryForgotten
+        self,
+        record: StageReported | FeedbackGiven | RolloutEnded | HistoryForgotten | KeptRecord,
     ) -> bool:
         """Take in a durable fact; return False for one that was there, which changes nothing."""
         match record:
             case StageReported():
-                if record.seq != self.last_seq + 1:
+                if record.seq <= self.last_seq:
                     return False
                 self.reports.append(record)
+                self.last_seq = record.seq
+                self.kept.reported(record.sandbox_id)
             case FeedbackGiven():
-                if record.seq in self.feedback or record.seq <= self.forgotten_seq:
+                if record.seq in self.feedback or self.report(record.seq) is None:
                     return False
                 self.feedback[record.seq] = record
                 self.answered_seq = max(self.answered_seq, record.seq)
                 self.total_reward += record.reward or 0.0
+                self.kept.rewarded(record.seq, record.reward or 0.0)
             case RolloutEnded():
                 if self.closed_at:
                     return False
                 self.closed_at = record.at
             case HistoryForgotten():
-                if record.seq <= self.forgotten_seq:
-                    return False
-                self._forget(record)
-                return True
+                return self._forget(record)
+            case StateWritten() | ActionBegun() | ActionEnded() | RolloutKept():
+                return self._apply_kept(record)
             case _:
                 assert_never(record)
         self.touched_at = max(self.touched_at, record.at)
         self.size_bytes += size_of(record)
         return True
 
-    def _forget(self, record: HistoryForgotten) -> None:
+    def _apply_kept(self, record: KeptRecord) -> bool:
+        before, begun = self.kept.size_bytes, self.kept.action
+        if not self.kept.apply(record):
+            return False
+        self.size_bytes += self.kept.size_bytes - before
+        self.touched_at = max(self.touched_at, record.at)
+        if isinstance(record, RolloutKept):
+            self.last_seq = max(self.last_seq, record.last_seq)
+        elif isinstance(record, ActionEnded) and begun is not None and goes_back(begun, record):
+            self._go_back(begun, record)
+        return True
+
+    def _go_back(self, begun: ActionBegun, record: ActionEnded) -> None:
+        """Make what came after the checkpoint void, and what nobody waits for any more."""
+        for report in self.reports:
+            if report.seq > begun.step or report.seq not in self.feedback:
+                self.size_bytes -= size_of(report)
+                if (given := self.feedback.pop(report.seq, None)) is not None:
+                    self.size_bytes -= size_of(given)
+        self.reports = [report for report in self.reports if report.seq in self.feedback]
+        self.total_reward = self.kept.checkpoints[begun.checkpoint].reward
+        if self.forgotten_seq > begun.step:
+            self.forgotten_reward = self.total_reward
+        self.answered_seq = max(
+            [min(self.forgotten_seq, begun.step), *self.feedback],
+        )
+        self.last_seq = max(self.last_seq, record.last_seq)
+
+    def _forget(self, record: HistoryForgotten) -> bool:
+        if record.seq <= self.forgotten_seq:
+            return False
         if not self.reports:  # the beginning of a snapshot
             self.total_reward = record.reward
             self.answered_seq = record.seq
+            self.last_seq = max(self.last_seq, record.seq)
             self.size_bytes += size_of(record)
             self.touched_at = max(self.touched_at, record.at)
         elif not self.forgotten_seq:
             self.size_bytes += size_of(record)
-        dropped = self.reports[: record.seq - self.forgotten_seq]
+        dropped = self.reports[: self._count_to(record.seq)]
         del self.reports[: len(dropped)]
         for report in dropped:
             self.size_bytes -= size_of(report) + size_of(self.feedback.pop(report.seq))
         self.forgotten_seq = record.seq
         self.forgotten_reward = record.reward
+        return True
 
     def forgettable(self) -> HistoryForgotten | None:
         """Return the fact that drops what is over, when that is worth a record."""
-        last = self.stepped_seq - HISTORY_KEPT
-        if last < self.forgotten_seq + HISTORY_KEPT:
+        count = self._count_to(self.stepped_seq) - HISTORY_KEPT
+        if count < HISTORY_KEPT:
             return None
-        reward, through = self.forgotten_reward, self.forgotten_seq
-        while through < last and (given := self.feedback.get(through + 1)) is not None:
-            through += 1
+        reward, through = self.forgotten_reward, 0
+        for passed, report in enumerate(self.reports[:count]):
+            given = self.feedback.get(report.seq)
+            if given is None:
+                if passed < HISTORY_KEPT:
+                    return None
+                break
+            through = report.seq
             reward += given.reward or 0.0
-        if through < self.forgotten_seq + HISTORY_KEPT:
-            return None
         return HistoryForgotten(
             local=self.begun.local, at=self.touched_at, seq=through, reward=reward
         )
@@ -173,6 +218,7 @@ class Rollout:
             )
         yield from self.reports
         yield from self.feedback.values()
+        yield from self.kept.records(self.begun.local, self.touched_at, self.last_seq)
         if self.closed_at:
             yield RolloutEnded(local=self.begun.local, at=self.closed_at)
 
@@ -185,7 +231,20 @@ class Rollout:
             answered_seq=self.answered_seq,
             total_reward=self.total_reward,
             labels=self.begun.labels,
+            parent=self.begun.parent,
+            parent_step=self.begun.parent_step,
+            sandbox_id=self.kept.sandbox_id,
+            restoration=self._restoration(),
         )
+
+    def _restoration(self) -> Restoration | None:
+        kept = self.kept
+        if kept.back_to >= 0:
+            reason = "node_lost" if kept.lost else "rollback"
+            return Restoration(step=kept.back_to, reason=reason, at=kept.back_at)
+        if self.begun.parent:
+            return Restoration(step=self.begun.parent_step, reason="branch", at=self.begun.at)
+        return None
 
     def batch(self, after_seq: int, limit: int, rollout_id: str) -> StageBatch:
         """Return the reports after ``after_seq``: as many as fit one message, one at least.
@@ -199,7 +258,7 @@ class Rollout:
             raise history_forgotten(rollout_id, after_seq + 1, self.forgotten_seq, self.last_seq)
         chosen: list[StageReported] = []
         size = 0
-        first = max(after_seq - self.forgotten_seq, 0)
+        first = self._count_to(after_seq)
         for report in self.reports[first : first + max(1, min(limit, BATCH_REPORTS_MAX))]:
             size += size_of(report)
             if chosen and size > PAYLOAD_BYTES_MAX:
@@ -221,6 +280,15 @@ class Rollout:
         )
 
 
+def goes_back(begun: ActionBegun, ended: ActionEnded) -> bool:
+    """Return whether the end of an action puts its rollout back."""
+    return begun.kind is ActionKind.ROLLBACK and ended.error is None and not ended.told
+
+
+def _seq_of(report: StageReported) -> int:
+    return report.seq
+
+
 def _as_sent(report: StageReported) -> StageReport:
     return StageReport(
         seq=report.seq,
@@ -229,136 +297,3 @@ def _as_sent(report: StageReported) -> StageReport:
         sandbox_id=report.sandbox_id,
         sent_at=report.at,
     )
-
-
-@dataclass(slots=True)
-class Draft:
-    """A rollout as it will be once the frame that is being made is durable."""
-
-    rollout: Rollout
-    reports: list[StageReported] = field(default_factory=list)
-    feedback: dict[int, FeedbackGiven] = field(default_factory=dict)
-    closed: bool = False
-    forgets: bool = False
-
-    @property
-    def last_seq(self) -> int:
-        """The number of the newest report."""
-        return self.rollout.last_seq + len(self.reports)
-
-    def _report(self, seq: int) -> StageReported | None:
-        rollout = self.rollout
-        if rollout.forgotten_seq < seq <= rollout.last_seq:
-            return rollout.reports[seq - rollout.forgotten_seq - 1]
-        if rollout.last_seq < seq <= self.last_seq:
-            return self.reports[seq - rollout.last_seq - 1]
-        return None
-
-    def _need_kept(self, seq: int, rollout_id: str) -> None:
-        forgotten = self.rollout.forgotten_seq
-        if 1 <= seq <= forgotten:
-            raise history_forgotten(rollout_id, seq, forgotten, self.last_seq)
-
-    def decide(self, asked: RolloutChange, rollout_id: str) -> tuple[Record | None, Message]:
-        """Return what the journal must hold before the reply may be sent, and the reply.
-
-        No record means that all of it is known already.
-
-        Raises:
-            DsecError: ``invalid``, ``conflict`` or ``expired``, as the rules say.
-        """
-        record: Record | None
-        reply: Message
-        match asked:
-            case OpenAsked():
-                if asked.labels != self.rollout.begun.labels:
-                    raise opened_otherwise(rollout_id)
-                record, reply = None, RolloutOpened(rollout_id=rollout_id)
-            case ReportAsked():
-                record, reply = self._decide_report(asked, rollout_id)
-            case FeedbackAsked():
-                if self.rollout.begun.group:
-                    raise answered_by_group(rollout_id, self.rollout.begun.group)
-                record, reply = self.answer(asked, asked.at, rollout_id)
-            case CloseAsked():
-                record, reply = self._decide_close(asked, rollout_id)
-            case _:
-                assert_never(asked)
-        return record, reply
-
-    def _decide_report(
-        self, asked: ReportAsked, rollout_id: str
-    ) -> tuple[Record | None, StageAccepted]:
-        if asked.seq < 1:
-            raise bad_seq(asked.seq)
-        self._need_kept(asked.seq, rollout_id)
-        known = self._report(asked.seq)
-        if known is not None:
-            if known.stage != asked.stage or not same_payload(known.payload, asked.payload):
-                raise reported_otherwise(rollout_id, asked.seq, self.last_seq)
-            return None, StageAccepted(seq=asked.seq, duplicate=True)
-        if self.closed or self.rollout.closed_at:
-            raise rollout_closed(rollout_id)
-        if asked.seq != self.last_seq + 1:
-            raise report_gap(rollout_id, asked.seq, self.last_seq + 1)
-        if self.rollout.begun.group:
-            unanswered = self.rollout.unanswered + len(self.reports) - len(self.feedback)
-            if unanswered >= UNANSWERED_MAX:
-                raise too_many_unanswered(rollout_id, UNANSWERED_MAX)
-        record = StageReported(
-            local=asked.local,
-            at=asked.at.unix_s,
-            seq=asked.seq,
-            stage=asked.stage,
-            payload=asked.payload,
-            sandbox_id=asked.sandbox_id,
-        )
-        self.reports.append(record)
-        return record, StageAccepted(seq=asked.seq)
-
-    def answer(
-        self, asked: FeedbackAsked | AnswerGiven, at: Moment, rollout_id: str
-    ) -> tuple[FeedbackGiven | None, FeedbackAccepted]:
-        """Return the feedback that is new, if it is, and the reply; errors as of :meth:`decide`."""
-        self._need_kept(asked.seq, rollout_id)
-        known = self.rollout.feedback.get(asked.seq) or self.feedback.get(asked.seq)
-        if known is not None:
-            same = (known.reward, known.done) == (asked.reward, asked.done)
-            if not same or not same_payload(known.payload, asked.payload):
-                raise answered_otherwise(rollout_id, asked.seq)
-            return None, FeedbackAccepted(seq=asked.seq, duplicate=True)
-        if self.closed or self.rollout.closed_at:
-            raise rollout_closed(rollout_id)
-        if self._report(asked.seq) is None:
-            raise nothing_to_answer(rollout_id, asked.seq, self.last_seq)
-        record = FeedbackGiven(
-            local=asked.local,
-            at=at.unix_s,
-            seq=asked.seq,
-            payload=asked.payload,
-            reward=asked.reward,
-            done=asked.done,
-        )
-        self.feedback[asked.seq] = record
-        return record, FeedbackAccepted(seq=asked.seq)
-
-    def _decide_close(
-        self, asked: CloseAsked, rollout_id: str
-    ) -> tuple[Record | None, RolloutInfo]:
-        info = RolloutInfo(
-            rollout_id=rollout_id,
-            state=RolloutState.CLOSED,
-            last_seq=self.last_seq,
-            answered_seq=max([self.rollout.answered_seq, *self.feedback]),
-            total_reward=self.rollout.total_reward
-            + sum(given.reward or 0.0 for given in self.feedback.values()),
-            labels=self.rollout.begun.labels,
-        )
-        return self.close(asked.at), info
-
-    def close(self, at: Moment) -> RolloutEnded | None:
-        """Return the fact that closes the rollout; None when it is closed."""
-        if self.closed or self.rollout.closed_at:
-            return None
-        self.closed = True
-        return RolloutEnded(local=self.rollout.begun.local, at=at.unix_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypedDict, assert_never
 
@@ -13,30 +12,37 @@ import msgspec
 import structlog
 
 from dsec_chronus import metrics
+from dsec_chronus.checkpoint_doors import CheckpointDoors
 from dsec_chronus.config import ChronusConfig
-from dsec_chronus.effects import Answer, Effect, PurgeJournal, Refuse, WriteFrame
-from dsec_chronus.errors import bad_reward, shard_moving, too_large
+from dsec_chronus.effects import (
+    Answer,
+    Collect,
+    DropCheckpoint,
+    Effect,
+    Perform,
+    PurgeJournal,
+    Refuse,
+    WriteFrame,
+)
+from dsec_chronus.errors import shard_moving, too_large
 from dsec_chronus.events import (
-    AwaitAsked,
+    ActionAsked,
     ClockTicked,
-    CloseAsked,
     Event,
-    FeedbackAsked,
     FrameFailed,
     FrameRead,
     FrameWritten,
-    InspectAsked,
+    JournalRead,
     Moment,
-    NextAsked,
     OpenAsked,
-    ReportAsked,
     ShardLost,
-    StepAsked,
     SweepDue,
 )
 from dsec_chronus.group_doors import GroupDoors
 from dsec_chronus.journal import FencedError, Journal
-from dsec_chronus.records import pack
+from dsec_chronus.node_actions import NodeActions
+from dsec_chronus.records import ActionKind
+from dsec_chronus.rollout_doors import RolloutDoors
 from dsec_chronus.state import ShardState
 from dsec_chronus.stream_door import StreamDoor
 from dsec_common import subjects
@@ -46,22 +52,13 @@ from dsec_common.clock import Clock
 from dsec_common.errors import DsecError
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.rollout import (
-    AwaitFeedback,
-    CloseRollout,
-    InspectRollout,
-    NextStages,
     OpenRollout,
-    SendFeedback,
-    StageReport,
-    StepRollout,
 )
 from dsec_common.wire.rollout_group import ShardTaken
 
 log = structlog.get_logger()
 
-STAGE_CHARACTERS_MAX: Final = 256
 LABELS_BYTES_MAX: Final = 16 * 1024
-SANDBOX_ID_CHARACTERS_MAX: Final = 128
 
 _CONCURRENCY: Final = 1024
 """Handlers only start things, so this bounds nothing but a burst."""
@@ -74,17 +71,6 @@ class Origin(TypedDict):
     project: str
     local: str
     at: Moment
-
-
-def _of_project(request: Request[Any]) -> tuple[str, str]:
-    """Return the project and the rollout that a project's request is about."""
-    return subjects.project_of(request.subject), subjects.scoped_id_of(request.subject).local
-
-
-def _of_node(request: Request[Any]) -> tuple[str, str]:
-    """Return the project and the rollout that a node's request is about."""
-    project, rollout_id = subjects.system_rollout_of(request.subject)
-    return project, rollout_id.local
 
 
 class _Caller(NamedTuple):
@@ -129,6 +115,7 @@ class Shard:
         self._on_end = on_end
         self._journal = Journal(bus, name, clock, is_owner)
         self.core = ShardState(name, config, self._journal.epoch)
+        self._nodes = NodeActions(name, bus, clock, self._handle, self.core.actions.needs)
         self._ids = itertools.count(1)
         self._callers: dict[int, _Caller] = {}
         self._to_write: asyncio.Queue[WriteFrame | PurgeJournal] = asyncio.Queue()
@@ -153,20 +140,12 @@ class Shard:
         async for sequence, frame in self._journal.take():
             await self._handle(FrameRead(frame=frame, sequence=sequence))
         self._writer = asyncio.create_task(self._write(), name=f"journal {self.name}")
-        asked, told = subjects.any_project_rollout, subjects.any_system_rollout
-        name = self.name
-        await self.serve(asked(name, "next"), NextStages, self._next)
-        await self.serve(asked(name, "feedback"), SendFeedback, self._feedback)
-        await self.serve(asked(name, "inspect"), InspectRollout, self._inspect)
-        await self.serve(asked(name, "close"), CloseRollout, self._close)
-        await self.serve(told(name, "report"), StageReport, self._report)
-        await self.serve(told(name, "step"), StepRollout, self._step)
-        await self.serve(told(name, "await"), AwaitFeedback, self._await)
-        await self.serve(told(name, "inspect"), InspectRollout, self._inspect_by_node)
-        await self.serve(told(name, "open"), OpenRollout, self._open)
+        await RolloutDoors(self).serve()
         await GroupDoors(self).serve()
+        await CheckpointDoors(self).serve()
         await StreamDoor(self, self._bus).serve()
         await self._bus.flush()
+        await self._handle(JournalRead(at=self._now()))
         # Whoever waits for an answer of the last owner asks again, which here it may do by now.
         await self._bus.publish(subjects.shard_taken(self.name), ShardTaken(shard=self.name))
 
@@ -191,6 +170,7 @@ class Shard:
         """End at once: whoever waits is told to ask again."""
         self._lost = True
         self._settled.set()
+        await self._nodes.end()
         if self._writer is not None:
             self._writer.cancel()
             await asyncio.wait({self._writer})
@@ -212,10 +192,6 @@ class Shard:
 
     # --- What comes in ------------------------------------------------------------------------
 
-    async def _open(self, request: Request[OpenRollout]) -> None:
-        project, rollout_id = subjects.system_rollout_of(request.subject)
-        await self.open(request, project, rollout_id)
-
     async def open(self, request: Request[OpenRollout], project: str, rollout_id: ScopedId) -> None:
         """Open a rollout and answer the request's caller once it is durable.
 
@@ -230,105 +206,36 @@ class Shard:
             "open",
             request,
             (project, rollout_id.local),
-            lambda origin: OpenAsked(**origin, labels=labels),
-        )
-
-    async def _report(self, request: Request[StageReport]) -> None:
-        report = request.message
-        payload = _packed(report)
-        await self.take(
-            "report",
-            request,
-            _of_node(request),
-            lambda origin: ReportAsked(
+            lambda origin: OpenAsked(
                 **origin,
-                seq=report.seq,
-                stage=report.stage,
-                payload=payload,
-                sandbox_id=report.sandbox_id,
+                labels=labels,
+                checkpoint_every=request.message.checkpoint_every,
+                durable=request.message.durable_checkpoints,
             ),
-        )
-
-    async def _step(self, request: Request[StepRollout]) -> None:
-        step = request.message
-        payload = _packed(step)
-        await self.take(
-            "step",
-            request,
-            _of_node(request),
-            lambda origin: StepAsked(
-                **origin,
-                seq=step.seq,
-                stage=step.stage,
-                payload=payload,
-                sandbox_id=step.sandbox_id,
-                wait_s=step.wait_s,
-            ),
-        )
-
-    async def _await(self, request: Request[AwaitFeedback]) -> None:
-        await self.take(
-            "await",
-            request,
-            _of_node(request),
-            lambda origin: AwaitAsked(
-                **origin, seq=request.message.seq, wait_s=request.message.wait_s
-            ),
-        )
-
-    async def _next(self, request: Request[NextStages]) -> None:
-        asked = request.message
-        await self.take(
-            "next",
-            request,
-            _of_project(request),
-            lambda origin: NextAsked(
-                **origin, after_seq=asked.after_seq, wait_s=asked.wait_s, limit=asked.limit
-            ),
-        )
-
-    async def _feedback(self, request: Request[SendFeedback]) -> None:
-        given = request.message
-        if given.reward is not None and not math.isfinite(given.reward):
-            raise bad_reward(given.reward)
-        payload = pack(given.payload)
-        await self.take(
-            "feedback",
-            request,
-            _of_project(request),
-            lambda origin: FeedbackAsked(
-                **origin, seq=given.seq, payload=payload, reward=given.reward, done=given.done
-            ),
-        )
-
-    async def _inspect(self, request: Request[InspectRollout]) -> None:
-        await self.take(
-            "inspect",
-            request,
-            _of_project(request),
-            lambda origin: InspectAsked(**origin),
-        )
-
-    async def _inspect_by_node(self, request: Request[InspectRollout]) -> None:
-        await self.take(
-            "inspect",
-            request,
-            _of_node(request),
-            lambda origin: InspectAsked(**origin),
-        )
-
-    async def _close(self, request: Request[CloseRollout]) -> None:
-        await self.take(
-            "close",
-            request,
-            _of_project(request),
-            lambda origin: CloseAsked(**origin),
         )
 
     async def sweep(self) -> None:
         """Forget rollouts that are over."""
         if not self._lost:
+            self._nodes.sweep()
             await self._handle(SweepDue(at=self._now()))
+
+    async def node_lost(self, node: str) -> None:
+        """Have the rollouts of a node that is gone go on elsewhere, from durable checkpoints."""
+        for project, local, sandbox_id in self.core.actions.lost_with(node):
+            if self._lost:
+                return
+            await self._handle(
+                ActionAsked(
+                    request_id=0,
+                    project=project,
+                    local=local,
+                    at=self._now(),
+                    kind=ActionKind.ROLLBACK,
+                    key=f"\0lost {sandbox_id}",
+                    lost=True,
+                )
+            )
 
     # --- Through the core ---------------------------------------------------------------------
 
@@ -382,6 +289,8 @@ class Shard:
                     self._to_write.put_nowait(effect)
                 case Answer() | Refuse():
                     await self._answer(effect)
+                case Perform() | DropCheckpoint() | Collect():
+                    self._nodes.do(effect)
                 case _:
                     assert_never(effect)
 
@@ -460,14 +369,3 @@ class Shard:
             await self._journal.purge_before(effect.sequence)
         except DsecError as error:
             log.warning("a journal was not shortened", shard=self.name, error=error.message)
-
-
-def _packed(report: StageReport | StepRollout) -> bytes:
-    _limit("the stage's name", report.stage, STAGE_CHARACTERS_MAX)
-    _limit("the sandbox id", report.sandbox_id, SANDBOX_ID_CHARACTERS_MAX)
-    return pack(report.payload)
-
-
-def _limit(what: str, text: str, characters: int) -> None:
-    if len(text) > characters:
-        raise too_large(what, len(text), characters, "characters")

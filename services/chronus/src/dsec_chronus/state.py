@@ -14,26 +14,30 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
+from dsec_chronus.acting import Actions
 from dsec_chronus.config import ChronusConfig
 from dsec_chronus.contents import Contents
-from dsec_chronus.drafts import Drafts
+from dsec_chronus.drafts import Drafts, payload_bytes
 from dsec_chronus.effects import (
     Answer,
     Decided,
     Effect,
+    Nothing,
     Outcome,
     PurgeJournal,
     Refuse,
     Wait,
+    WaitForAction,
     WriteFrame,
 )
-from dsec_chronus.errors import (
-    too_many_waiting,
-)
+from dsec_chronus.errors import too_many_waiting
 from dsec_chronus.events import (
+    ActionAsked,
+    ActionDone,
     AnswersAsked,
     AwaitAsked,
     Change,
+    CheckpointsAsked,
     ClockTicked,
     CloseAsked,
     Event,
@@ -41,13 +45,16 @@ from dsec_chronus.events import (
     FrameFailed,
     FrameRead,
     FrameWritten,
+    GetAsked,
     GroupOpenAsked,
     GroupTakeAsked,
     InspectAsked,
+    JournalRead,
     Look,
     Moment,
     NextAsked,
     OpenAsked,
+    PutAsked,
     ReportAsked,
     ShardLost,
     StepsAsked,
@@ -56,14 +63,10 @@ from dsec_chronus.events import (
 )
 from dsec_chronus.looks import Looks
 from dsec_chronus.polls import Poll, Polls
-from dsec_chronus.records import Record, size_of
+from dsec_chronus.records import ActionBegun, ActionEnded, Record, size_of
 from dsec_chronus.shares import Shares
+from dsec_chronus.snapshots import FRAME_BYTES, FRAME_RECORDS, snapshot_parts
 from dsec_common.errors import DsecError
-
-FRAME_BYTES: Final = 256 * 1024
-"""A frame takes no further change from here on; with the last one it fits a NATS message."""
-
-FRAME_RECORDS: Final = 1024
 
 WAITING_BYTES_MAX: Final = 32 * 1024 * 1024
 """Payloads of changes that may wait for the journal."""
@@ -95,8 +98,11 @@ class ShardState:
         self._contents = Contents()
         self._looks = Looks(shard, epoch, self._contents)
         self._polls = Polls()
+        self._actions = Actions(shard, self._contents)
         self._sizes = Shares()
         self._waiting: deque[Change] = deque()
+        # Ends of actions that the journal did not take.
+        self._untold: list[ActionDone] = []
         self._waiting_bytes = 0
         self._writing: _Writing | None = None
         self._drafts = Drafts(shard, config, self._contents, self._sizes)
@@ -114,12 +120,30 @@ class ShardState:
         """Take in one event and return what is to be done, in order."""
         effects: list[Effect]
         match event:
-            case OpenAsked() | ReportAsked() | FeedbackAsked() | CloseAsked():
+            case (
+                OpenAsked()
+                | ReportAsked()
+                | FeedbackAsked()
+                | CloseAsked()
+                | GroupTakeAsked()
+                | GroupOpenAsked()
+                | AnswersAsked()
+                | PutAsked()
+                | ActionAsked()
+                | ActionDone()
+            ):
                 effects = self._on_change(event)
-            case GroupTakeAsked() | GroupOpenAsked() | AnswersAsked():
-                effects = self._on_change(event)
-            case InspectAsked() | NextAsked() | AwaitAsked() | StepsAsked():
+            case (
+                InspectAsked()
+                | GetAsked()
+                | CheckpointsAsked()
+                | NextAsked()
+                | AwaitAsked()
+                | StepsAsked()
+            ):
                 effects = self._on_look(event)
+            case JournalRead():
+                effects = [*self._actions.resume()]
             case FrameRead():
                 effects = self._on_read(event)
             case FrameWritten():
@@ -140,14 +164,16 @@ class ShardState:
 
     def _on_change(self, asked: Change) -> list[Effect]:
         limit = self._config.waiting_max
+        if isinstance(asked, ActionDone):  # nobody could ask again
+            limit = len(self._waiting) + 1
         if len(self._waiting) >= limit:
             refusal = too_many_waiting(self._shard, "changes", limit)
             return [Refuse(request_id=asked.request_id, error=refusal)]
-        if self._waiting_bytes >= WAITING_BYTES_MAX:
+        if self._waiting_bytes >= WAITING_BYTES_MAX and not isinstance(asked, ActionDone):
             refusal = too_many_waiting(self._shard, "bytes of changes", WAITING_BYTES_MAX)
             return [Refuse(request_id=asked.request_id, error=refusal)]
         self._waiting.append(asked)
-        self._waiting_bytes += _payload_bytes(asked)
+        self._waiting_bytes += payload_bytes(asked)
         return self._advance()
 
     def _advance(self) -> list[Effect]:
@@ -167,10 +193,15 @@ class ShardState:
     def _settle(self, outcomes: Iterable[Decided]) -> Iterator[Effect]:
         """Yield the answers to changes that are durable; a step's caller waits on."""
         for outcome in outcomes:
-            if isinstance(outcome, Wait):
-                yield from self._on_look(outcome.asked)
-            else:
-                yield outcome
+            match outcome:
+                case Wait():
+                    yield from self._on_look(outcome.asked)
+                case WaitForAction():
+                    yield from self._actions.wait(outcome)
+                case Nothing():
+                    pass
+                case _:
+                    yield outcome
 
     def _take_waiting(self) -> tuple[list[Record], list[Decided]]:
         records: list[Record] = []
@@ -178,7 +209,7 @@ class ShardState:
         size = 0
         while self._waiting and size < FRAME_BYTES and len(records) < FRAME_RECORDS:
             asked = self._waiting.popleft()
-            self._waiting_bytes -= _payload_bytes(asked)
+            self._waiting_bytes -= payload_bytes(asked)
             try:
                 added, outcome = self._drafts.decide(asked, size)
             except DsecError as error:
@@ -187,6 +218,8 @@ class ShardState:
             outcomes.append(outcome)
             records += added
             size += sum(map(size_of, added))
+            if isinstance(asked, ActionDone) and added:
+                break  # what follows is decided on against what the action has made
         return records, outcomes
 
     # --- The journal's word -------------------------------------------------------------------
@@ -199,12 +232,13 @@ class ShardState:
         if written.frame.snapshot_part:
             return self._on_part_written(written.frame, event)
         self._count(written.frame.records)
-        taken = self._apply(written.frame.records)
-        effects: list[Effect] = [*self._settle(written.outcomes)]
+        ended: list[Effect] = []
+        taken = self._apply(written.frame.records, ended)
+        effects: list[Effect] = [*self._settle(written.outcomes), *ended]
         for local in taken:
             effects += self._deliver(local)
         if self._is_snapshot_due():
-            self._parts.extend(self._snapshot())
+            self._parts.extend(snapshot_parts(self._contents.records()))
         return effects + self._continue()
 
     def _on_part_written(self, frame: WriteFrame, event: FrameWritten) -> list[Effect]:
@@ -237,9 +271,12 @@ class ShardState:
             # The next snapshot is due after as many frames again.
             self._parts.clear()
             self._tail_frames = self._tail_bytes = 0
-        refused: list[Effect] = [
-            Refuse(request_id=outcome.request_id, error=event.error) for outcome in failed.outcomes
-        ]
+        refused: list[Effect] = []
+        for outcome in failed.outcomes:
+            if isinstance(outcome, Nothing):
+                self._untold.append(outcome.done)
+            else:
+                refused.append(Refuse(request_id=outcome.request_id, error=event.error))
         return refused + self._advance()
 
     def _on_read(self, event: FrameRead) -> list[Effect]:
@@ -267,10 +304,16 @@ class ShardState:
         self._snapshot_frames = frame.snapshot_part
         return [PurgeJournal(sequence=self._snapshot_sequence)]
 
-    def _apply(self, records: Iterable[Record]) -> dict[str, None]:
-        """Take in durable facts; return the rollouts and groups that they are about, in order."""
+    def _apply(
+        self, records: Iterable[Record], effects: list[Effect] | None = None
+    ) -> dict[str, None]:
+        """Take in durable facts; return the rollouts and groups that they are about, in order.
+
+        What they ask for is added to ``effects``.
+        """
         about: dict[str, None] = {}
         for record in records:
+            action = self._action_of(record)
             project, grown = self._contents.apply(record)
             if grown:
                 self._sizes.add(project, grown)
@@ -278,13 +321,22 @@ class ShardState:
             rollout = self._contents.rollouts.get(record.local)
             if rollout is not None and (group := self._contents.group_of(rollout)) is not None:
                 about[group.local] = None
+            if effects is not None and isinstance(record, ActionBegun):
+                effects += self._actions.begun(record)
+            elif effects is not None and isinstance(record, ActionEnded) and action is not None:
+                effects += self._actions.ended(action, record)
         return about
+
+    def _action_of(self, record: Record) -> ActionBegun | None:
+        """Return the action whose end a record is."""
+        if not isinstance(record, ActionEnded):
+            return None
+        rollout = self._contents.rollouts.get(record.local)
+        return None if rollout is None else rollout.kept.action
 
     def _count(self, records: Iterable[Record]) -> None:
         self._tail_frames += 1
         self._tail_bytes += sum(map(size_of, records))
-
-    # --- Snapshots ----------------------------------------------------------------------------
 
     def _is_snapshot_due(self) -> bool:
         """Return whether the journal is worth shortening: its cost is that of the whole shard."""
@@ -294,24 +346,11 @@ class ShardState:
             or self._tail_bytes >= config.snapshot_after_bytes + self._sizes.total
         )
 
-    def _snapshot(self) -> Iterator[WriteFrame]:
-        """Yield the parts of a snapshot of what is durable now."""
-        records: list[Record] = []
-        size, part = 0, 0
-        for record in self._contents.records():
-            if size >= FRAME_BYTES or len(records) >= FRAME_RECORDS:
-                part += 1
-                yield WriteFrame(records=tuple(records), snapshot_part=part)
-                records, size = [], 0
-            records.append(record)
-            size += size_of(record)
-        yield WriteFrame(records=tuple(records), snapshot_part=part + 1, snapshot_complete=True)
-
     # --- Looking and waiting ------------------------------------------------------------------
 
     def _on_look(self, asked: Look) -> list[Effect]:
         outcome = self._ready(asked)
-        if outcome is not None or isinstance(asked, InspectAsked):
+        if outcome is not None or isinstance(asked, InspectAsked | GetAsked | CheckpointsAsked):
             return [] if outcome is None else [outcome]
         if not isinstance(asked, StepsAsked):
             return self._wait(asked)
@@ -372,13 +411,16 @@ class ShardState:
 
     def _on_sweep(self, event: SweepDue) -> list[Effect]:
         """Forget rollouts that are over; a new owner of the shard forgets them by the same rule."""
-        effects: list[Effect] = []
+        self._waiting.extend(self._untold)
+        self._untold.clear()
+        effects: list[Effect] = [*self._actions.leavings(), *self._advance()]
         now = event.at.unix_s
         for local, rollout in list(self._contents.rollouts.items()):
             keep_s = self._config.closed_keep_s if rollout.closed_at else self._config.idle_keep_s
             # The outstanding frame may be about to change it.
-            if now - rollout.touched_at <= keep_s or local in self._drafts:
+            if now - rollout.touched_at <= keep_s or local in self._drafts or rollout.kept.action:
                 continue
+            effects += self._actions.forgotten(rollout)
             self._contents.forget(rollout)
             self._sizes.add(rollout.begun.project, -rollout.size_bytes)
             effects += self._give_up_all(local)
@@ -392,6 +434,7 @@ class ShardState:
     def _on_lost(self, event: ShardLost) -> list[Effect]:
         waiting = [asked.request_id for asked in self._waiting]
         waiting += [poll.asked.request_id for poll in self._polls.clear()]
+        waiting += self._actions.clear()
         if self._writing is not None:
             waiting += [outcome.request_id for outcome in self._writing.outcomes]
         self._waiting.clear()
@@ -422,6 +465,11 @@ class ShardState:
         """Return the id of the sandbox whose report waits for feedback; see :class:`Looks`."""
         return self._looks.reporter(project, local, seq)
 
+    @property
+    def actions(self) -> Actions:
+        """What is done to rollouts together with their sandboxes, to be looked at."""
+        return self._actions
+
     def facts(self) -> dict[str, list[Record]]:
         """Return the durable facts by rollout and group: equal for states that are equal."""
         facts: dict[str, list[Record]] = {}
@@ -434,25 +482,13 @@ class ShardState:
         assert self._writing is not None or not self._waiting  # noqa: S101  invariant
         assert self._writing is not None or not self._drafts  # noqa: S101  invariant
         assert self._writing is not None or not self._parts  # noqa: S101  invariant
-        assert self._waiting_bytes == sum(map(_payload_bytes, self._waiting))  # noqa: S101  invariant
+        assert self._waiting_bytes == sum(map(payload_bytes, self._waiting))  # noqa: S101  invariant
         sizes = self._contents.validate_state()
         assert self._sizes.counted() == sizes  # noqa: S101  invariant
         assert self._sizes.total == sizes.total()  # noqa: S101  invariant
         for local in [*self._contents.rollouts, *(g.local for g in self._contents.groups.values())]:
             for poll in self._polls.of(local):
                 assert self._ready(poll.asked) is None  # noqa: S101  invariant
-
-
-def _payload_bytes(asked: Change) -> int:
-    match asked:
-        case ReportAsked() | FeedbackAsked():
-            return len(asked.payload)
-        case AnswersAsked():
-            return sum(len(answer.payload) for answer in asked.answers)
-        case GroupOpenAsked():
-            return sum(len(task.task) for task in asked.tasks)
-        case _:
-            return 0
 
 
 def _s(at: Moment) -> float:

@@ -18,10 +18,17 @@ class RolloutState(StrEnum):
 
 
 class OpenRollout(Message, frozen=True, kw_only=True):
-    """Open a rollout; the same idempotency key returns the same one."""
+    """Open a rollout; the same idempotency key returns the same one.
+
+    A checkpoint is made after each report whose number ``checkpoint_every`` divides, before its
+    feedback goes out; 0 makes none by itself. With ``durable_checkpoints`` it is one from which
+    another node can go on when the sandbox's is lost.
+    """
 
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     idempotency_key: str = ""
+    checkpoint_every: int = 0
+    durable_checkpoints: bool = False
 
 
 class RolloutOpened(Message, frozen=True, kw_only=True):
@@ -116,8 +123,30 @@ class InspectRollout(Message, frozen=True, kw_only=True):
     """Ask for a rollout's state."""
 
 
+class Restoration(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of the sandbox, and the rollout's state, are those after report ``step``.
+
+    Attributes:
+        reason: ``rollback``, ``node_lost``, or ``branch``; then ``step`` is the parent's.
+        at: Unix time.
+    """
+
+    step: int
+    reason: str
+    at: float
+
+
 class RolloutInfo(Message, frozen=True, kw_only=True):
-    """A rollout: ``last_seq`` is the newest report, ``answered_seq`` the newest with feedback."""
+    """A rollout.
+
+    Attributes:
+        last_seq: the next report has the number after it: that of the newest report, unless a
+            rollback used further ones up.
+        answered_seq: the newest report with feedback.
+        parent: the rollout that this is a branch of, at its report ``parent_step``.
+        sandbox_id: the one that last reported, or took its place.
+        restoration: what the agent begins with, if that is not the beginning.
+    """
 
     rollout_id: str
     state: RolloutState
@@ -125,6 +154,10 @@ class RolloutInfo(Message, frozen=True, kw_only=True):
     answered_seq: int = 0
     total_reward: float = 0.0
     labels: dict[str, str] = msgspec.field(default_factory=dict)
+    parent: str = ""
+    parent_step: int = 0
+    sandbox_id: str = ""
+    restoration: Restoration | None = None
 
 
 class CloseRollout(Message, frozen=True, kw_only=True):

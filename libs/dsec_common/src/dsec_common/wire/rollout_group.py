@@ -31,13 +31,16 @@ class GroupTask(msgspec.Struct, frozen=True, kw_only=True):
 class OpenGroup(Message, frozen=True, kw_only=True):
     """Trainer: open the rollouts of some tasks. The same group and index is the same rollout.
 
-    ``fence`` 0 opens or finds them for whoever is, or will be, the group's trainer.
+    ``fence`` 0 opens or finds them for whoever is, or will be, the group's trainer. Checkpoints are
+    made as :class:`~dsec_common.wire.rollout.OpenRollout` says.
     """
 
     group: str
     fence: int
     tasks: tuple[GroupTask, ...]
     labels: dict[str, str] = msgspec.field(default_factory=dict)
+    checkpoint_every: int = 0
+    durable_checkpoints: bool = False
 
 
 class GroupOpened(Message, frozen=True, kw_only=True):

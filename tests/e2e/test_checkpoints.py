@@ -1,0 +1,144 @@
+"""Rollouts kept, put back and branched through the whole platform, with real sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dsec import DsecError, ErrorCode, Sandbox, agent_channel
+from dsec.rollouts import Rollout
+from dsec_chronus.acting import FENCED_NUMBERS
+from stack import Stack
+
+AGENT = """
+import json, pathlib
+from agent_channel import AgentChannel
+
+work = pathlib.Path("/work/count")
+with AgentChannel() as channel:
+    done = False
+    while not done:
+        count = int(work.read_text()) + 1 if work.exists() else 1
+        work.parent.mkdir(exist_ok=True)
+        work.write_text(str(count))
+        done = channel.step("counted", {"count": count})["done"]
+"""
+
+
+async def run_agent(sandbox: Sandbox) -> None:
+    """Run the agent until it is told to stop or what it runs in is put back."""
+    await sandbox.exec(["python3", "/agent/main.py"], timeout_s=60)
+
+
+async def prepared(sandbox: Sandbox) -> Sandbox:
+    await sandbox.upload(agent_channel.__file__, "/agent/agent_channel.py")
+    await sandbox.write_file("/agent/main.py", AGENT)
+    return sandbox
+
+
+async def counted(rollout: Rollout, after_seq: int, count: int, *, done: bool) -> list[int]:
+    """Answer so many steps; return what the agent had counted to at each."""
+    seen: list[int] = []
+    async for stage in rollout.stages(after_seq=after_seq):
+        seen.append(stage.payload["count"])
+        last = len(seen) == count
+        await rollout.put_state({"seen": seen})
+        await stage.reply(reward=1.0, done=done and last)
+        if last:
+            break
+    return seen
+
+
+async def test_a_rollout_is_put_back_with_its_sandbox_and_goes_on(stack: Stack, base: str) -> None:
+    async with stack.client() as client:
+        rollout = await client.rollouts.open(checkpoint_every=2)
+        async with await client.create_sandbox(base, rollout_id=rollout.id) as sandbox:
+            await prepared(sandbox)
+            running = asyncio.ensure_future(run_agent(sandbox))
+            assert await counted(rollout, 0, 5, done=False) == [1, 2, 3, 4, 5]
+            # Made before the feedback to their steps went out.
+            assert [it.step for it in await rollout.checkpoints()] == [2, 4]
+            back = await rollout.roll_back(3, key="again")
+            assert (back.step, back.sandbox_id, back.recreated) == (2, sandbox.id, False)
+            with pytest.raises(DsecError) as refusal:
+                await running
+            assert refusal.value.details["reason"] == "rolled_back"
+            assert await sandbox.read_text("/work/count") == "2"
+            assert await rollout.get_state() == {"seen": [1]}
+            with pytest.raises(DsecError) as refusal:
+                await rollout.feedback(5, "too late")
+            assert refusal.value.code is ErrorCode.CONFLICT
+            told = await rollout.roll_back(3, key="again")
+            assert (told.checkpoint, told.last_seq) == (back.checkpoint, back.last_seq)
+            running = asyncio.ensure_future(run_agent(sandbox))
+            assert await counted(rollout, 5, 2, done=True) == [3, 4]
+            await running
+            info = await rollout.inspect()
+            assert info.total_reward == 4.0
+            assert info.last_seq == back.last_seq + 2
+            assert back.last_seq >= 5 + FENCED_NUMBERS
+            await rollout.close()
+
+
+async def test_branches_go_on_each_by_itself(stack: Stack, base: str) -> None:
+    async with stack.client() as client:
+        rollout = await client.rollouts.open(labels={"task": "tree"})
+        async with await client.create_sandbox(base, rollout_id=rollout.id) as sandbox:
+            await sandbox.write_file("/work/count", "7")
+            await rollout.put_state({"plan": ["a"]})
+            kept = await rollout.checkpoint(sandbox=sandbox)
+            await sandbox.write_file("/work/count", "8")
+        made = await rollout.branch(3, key="tree")
+        same = await rollout.branch(3, key="tree")
+        branches = [one for one in made if not isinstance(one, DsecError)]
+        assert len(branches) == 3
+        assert [repr(one) for one in same] == [repr(one) for one in made]
+        for number, branch in enumerate(branches):
+            assert await branch.sandbox.read_text("/work/count") == "7"
+            await branch.sandbox.write_file("/work/count", str(number))
+            assert await branch.rollout.get_state() == {"plan": ["a"]}
+            info = await branch.rollout.inspect()
+            assert (info.parent, info.parent_step) == (rollout.id, kept.step)
+            assert info.labels == {"task": "tree"}
+            assert (await branch.sandbox.inspect()).rollout_id == branch.rollout.id
+        for number, branch in enumerate(branches):
+            assert await branch.sandbox.read_text("/work/count") == str(number)
+            await branch.sandbox.delete()
+            await branch.rollout.close()
+        await rollout.close()
+
+
+async def test_another_sandbox_takes_the_place_of_one_that_is_gone(stack: Stack, base: str) -> None:
+    async with stack.client() as client:
+        rollout = await client.rollouts.open()
+        async with await client.create_sandbox(
+            base, rollout_id=rollout.id, labels={"of": "test"}, cpus=0.25
+        ) as sandbox:
+            await sandbox.write_file("/work/x", "kept")
+            await rollout.checkpoint(sandbox=sandbox, durable=True)
+        back = await rollout.roll_back()
+        assert back.recreated
+        async with client.sandbox(back.sandbox_id) as other:
+            assert await other.read_text("/work/x") == "kept"
+            info = await other.inspect()
+            assert (info.rollout_id, info.labels) == (rollout.id, {"of": "test"})
+            assert info.limits.cpus == 0.25
+        await rollout.close()
+
+
+async def test_a_checkpoint_needs_a_sandbox_that_is_there(stack: Stack, base: str) -> None:
+    async with stack.client() as client:
+        rollout = await client.rollouts.open()
+        with pytest.raises(DsecError, match="no sandbox has reported") as refusal:
+            await rollout.checkpoint()
+        assert refusal.value.code is ErrorCode.INVALID
+        async with await client.create_sandbox(base, rollout_id=rollout.id) as sandbox:
+            pass
+        with pytest.raises(DsecError) as refusal:
+            await rollout.checkpoint(sandbox=sandbox)
+        assert refusal.value.code is ErrorCode.EXPIRED
+        with pytest.raises(DsecError, match="no checkpoint") as refusal:
+            await rollout.roll_back()
+        assert refusal.value.code is ErrorCode.NOT_FOUND
+        assert await rollout.checkpoints() == []

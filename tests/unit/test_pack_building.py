@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import zipfile
@@ -264,6 +265,64 @@ def test_what_is_too_large_is_refused_with_its_biggest_parts(
         file.truncate(300 << 20)
     with pytest.raises(DsecError, match=r"256 MiB.*app/zeros \(300\.0 MiB\), weighty"):
         _build(tmp_path, project)
+
+
+def test_too_many_files_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building, "ENTRIES_MAX", 5)
+    project = write_project(tmp_path / "project", {"a.txt": "", "b.txt": ""})
+    with pytest.raises(DsecError, match="3 files: at most 2 are taken") as large:
+        _build(tmp_path, project)
+    assert large.value.details["reason"] == "too_large"
+
+
+def test_a_directory_that_cannot_be_read_is_told_and_not_left_out(tmp_path: Path) -> None:
+    project = write_project(tmp_path / "project", {})
+    here = os.open(project, os.O_RDONLY)
+    for _ in range(20):  # longer than a path may be
+        os.mkdir("d" * 250, dir_fd=here)
+        below = os.open("d" * 250, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    with pytest.raises(DsecError, match="cannot be read whole: File name too long"):
+        _build(tmp_path, project)
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "dsec-pack.lock"])
+def test_what_is_required_is_read_from_a_plain_file_of_bounded_size(
+    tmp_path: Path, name: str
+) -> None:
+    required = {"requirements.txt": "far\n"} if name != "requirements.txt" else {}
+    project = write_project(tmp_path / "project", required)
+    os.mkfifo(project / name)
+    with pytest.raises(DsecError, match=f"{name} is no plain file"):
+        _build(tmp_path, project)
+    (project / name).unlink()
+    (project / name).write_bytes(b"#" * (2 << 20))
+    with pytest.raises(DsecError, match=f"{name} is too large"):
+        _build(tmp_path, project)
+
+
+@pytest.mark.usefixtures("umask")
+def test_what_is_unpacked_is_open_to_all_whatever_the_umask(tmp_path: Path) -> None:
+    project = write_project(tmp_path / "project", {"a/b/words.txt": "x"})
+    package = _build(tmp_path, project).package
+    os.umask(0o077)
+    package.unpack(tmp_path / "there")
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "there").rglob("*")}
+    assert modes == {0o755, 0o644}
+
+
+def test_what_killed_builds_left_in_the_cache_goes(tmp_path: Path) -> None:
+    project = write_project(tmp_path / "project", {})
+    left, young = (tmp_path / "cache" / name for name in ("making-1", "making-2"))
+    for path in (left, young):
+        (path / "site").mkdir(parents=True)
+    os.utime(left, (1e9, 1e9))
+    _build(tmp_path, project)
+    assert (left.exists(), young.exists()) == (False, True)
 
 
 def test_links_that_lead_out_and_what_is_no_file_are_refused(tmp_path: Path) -> None:

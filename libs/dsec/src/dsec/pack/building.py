@@ -19,7 +19,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from dsec.pack.cache import Cache, write_whole
-from dsec.pack.container import UNPACKED_MAX_BYTES, Entry, entry_of, write_container
+from dsec.pack.container import (
+    ENTRIES_MAX,
+    UNPACKED_MAX_BYTES,
+    Entry,
+    entry_of,
+    write_container,
+)
 from dsec.pack.environment import Environment, Installed, is_native, parse_requirement, walk_module
 from dsec.pack.errors import refused
 from dsec.pack.fetching import LOCK, fetched, read_requirements, unmet
@@ -46,6 +52,8 @@ from dsec_common.wire.agent import PACKAGE_MAX_BYTES
 
 _BIGGEST_SHOWN: Final = 5
 _MIB: Final = 1024 * 1024
+#: Manifest, signature and contract.
+_HEAD_ENTRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +263,12 @@ def _packed(
     project: Project, sources: list[_Source], cache: Cache
 ) -> tuple[list[Entry], list[PackedFile]]:
     """Return each file packed, and as the manifest names it: the contract, then by path."""
+    if len(sources) > ENTRIES_MAX - _HEAD_ENTRIES:
+        raise refused(
+            "too_large",
+            f"the package would have {len(sources)} files: at most {ENTRIES_MAX - _HEAD_ENTRIES} "
+            "are taken. Leave out what the agent does not need (--exclude), or put it into a layer",
+        )
     try:
         total = sum(one.file.stat().st_size for one in sources)
         if total > UNPACKED_MAX_BYTES:

@@ -28,6 +28,9 @@ TREES_MAX: Final = 32
 #: To look at all of it takes longer than a build that finds everything there.
 _TRIM_EVERY_S: Final = 86_400
 _RAW: Final = -15
+_MAKING: Final = "making-"
+#: Other versions of zlib pack the same to other bytes.
+_PACKED: Final = f"packed-{zlib.ZLIB_RUNTIME_VERSION}"
 
 
 class Cache:
@@ -38,7 +41,7 @@ class Cache:
 
     def deflated(self, content: bytes, sha256: str) -> bytes:
         """Return content packed, from an earlier build if it is there."""
-        path = self._directory / "packed" / sha256[:2] / sha256
+        path = self._directory / _PACKED / sha256[:2] / sha256
         with contextlib.suppress(OSError):
             packed = path.read_bytes()
             if _is_packed(packed, content):
@@ -62,7 +65,7 @@ class Cache:
     def scratch(self) -> Iterator[Path]:
         """Give an empty directory on the same disk; what is not kept of it goes."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = Path(tempfile.mkdtemp(prefix="making-", dir=self._directory))
+        path = Path(tempfile.mkdtemp(prefix=_MAKING, dir=self._directory))
         try:
             yield path
         finally:
@@ -84,13 +87,16 @@ class Cache:
                 return
         with contextlib.suppress(OSError):
             marker.touch()
-        trees = sorted(
-            (self._directory / "fetched").glob("*"), key=lambda path: path.stat().st_mtime
-        )
-        for path in trees[:-TREES_MAX]:
+        trees = sorted((self._directory / "fetched").glob("*"), key=_used_at)
+        left = [
+            path
+            for path in self._directory.glob(f"{_MAKING}*")  # by builds that were killed
+            if _used_at(path) < time.time() - _TRIM_EVERY_S
+        ]
+        for path in (*trees[:-TREES_MAX], *left):
             shutil.rmtree(path, ignore_errors=True)
         found = []
-        for path in (self._directory / "packed").rglob("*"):
+        for path in self._directory.glob("packed*/*/*"):
             with contextlib.suppress(OSError):
                 status = path.stat()
                 if path.is_file():
@@ -102,6 +108,13 @@ class Cache:
             with contextlib.suppress(OSError):
                 path.unlink()
                 total -= size
+
+
+def _used_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another build has trimmed it
+        return 0.0
 
 
 def _default_directory() -> Path:

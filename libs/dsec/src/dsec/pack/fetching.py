@@ -26,6 +26,7 @@ from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
 LOCK: Final = "dsec-pack.lock"
 _TIMEOUT_S: Final = 900.0
 _SAID_MAX: Final = 1500
+_TEXT_BYTES_MAX: Final = 1 << 20
 _HEAD: Final = (
     "# What `dsec-pack build` fetches, to the byte: keep it with the code.\n"
     "# It is made anew when requirements ask for something else.\n"
@@ -60,13 +61,8 @@ def read_requirements(path: Path) -> tuple[Requirement, ...]:
     Raises:
         DsecError: ``invalid`` for what cannot be meant; ``unsupported`` for options.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return ()
-    except (OSError, UnicodeDecodeError) as error:
-        raise invalid(f"{path} cannot be read: {error}") from None
     found = []
+    text = _text_of(path)
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition(" #")[0].strip()
         if not words or words.startswith("#"):
@@ -91,14 +87,15 @@ def fetched(
             not here already and must not be, or cannot be fetched.
     """
     wanted = sorted({str(one) for one in requirements})
-    pinned = _read_lock(lock)
+    locked = _text_of(lock)
+    pinned = _pins_in(locked, lock)
     if _covers(pinned, wanted):
-        key = _key(lock.read_text(encoding="utf-8"))
+        key = _key(locked)
         if (kept := cache.tree(key)).is_dir():
             return kept
         _check_may_fetch(wanted, may_fetch=may_fetch)
         with cache.scratch() as scratch:
-            (scratch / "lock").write_text(lock.read_text(encoding="utf-8"), encoding="utf-8")
+            (scratch / "lock").write_text(locked, encoding="utf-8")
             _pip(scratch, "--require-hashes", "--no-deps", "-r", str(scratch / "lock"))
             return cache.keep_tree(scratch / "site", key)
     _check_may_fetch(wanted, may_fetch=may_fetch)
@@ -133,14 +130,25 @@ def _key(lock: str) -> str:
     return f"{Target.here()}\n{lock}"
 
 
-def _read_lock(lock: Path) -> dict[str, str]:
-    """Return the pinned version of each name; of what was required, the text under ``#``."""
+def _text_of(path: Path) -> str:
+    """Return what a file says; one that is not there says nothing."""
     try:
-        text = lock.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe might never say anything
+            raise invalid(f"{path} is no plain file")
+        with path.open("rb") as file:
+            data = file.read(_TEXT_BYTES_MAX + 1)
+        text = data.decode()
     except FileNotFoundError:
-        return {}
+        return ""
     except (OSError, UnicodeDecodeError) as error:
-        raise invalid(f"{lock} cannot be read: {error}") from None
+        raise invalid(f"{path} cannot be read: {error}") from None
+    if len(data) > _TEXT_BYTES_MAX:
+        raise invalid(f"{path} is too large: at most {_TEXT_BYTES_MAX} bytes are read")
+    return text
+
+
+def _pins_in(text: str, lock: Path) -> dict[str, str]:
+    """Return the pinned version of each name."""
     pins = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()

@@ -121,9 +121,17 @@ class Package:
 
 
 def _put(path: Path, content: bytes, *, executable: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_directory(path.parent)
     path.write_bytes(content)
     path.chmod(0o755 if executable else 0o644)
+
+
+def _make_directory(path: Path) -> None:
+    """Make it and those above it, open to all: whoever unpacks need not be who runs it."""
+    if not path.is_dir():
+        _make_directory(path.parent)
+        path.mkdir()
+        path.chmod(0o755)
 
 
 def is_package(path: Path) -> bool:

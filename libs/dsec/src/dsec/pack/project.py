@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from dsec.contracts import read_contract
 from dsec.pack.errors import refused
@@ -196,7 +196,15 @@ def _module_file(place: Path, part: str) -> Path | None:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
-    for directory, names, files in os.walk(root):
+    try:
+        yield from _below(root)
+    except OSError as error:
+        what = f"{error.strerror}: {error.filename}"
+        raise invalid(f"{root} cannot be read whole: {what}") from None
+
+
+def _below(root: Path) -> Iterator[tuple[str, Path]]:
+    for directory, names, files in os.walk(root, onerror=_raised):
         here = Path(directory)
         names[:] = sorted(name for name in names if not _is_left_out(here / name))
         for name in names:
@@ -205,6 +213,10 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
         for name in sorted(files):
             if not _is_left_out(here / name):
                 yield (here / name).relative_to(root).as_posix(), here / name
+
+
+def _raised(error: OSError) -> NoReturn:
+    raise error
 
 
 def _is_left_out(path: Path) -> bool:

@@ -28,7 +28,7 @@ from sharing_out import (
 # Set where every feature is known to be there (in CI): then a skipped test is a failed one.
 NOTHING_MAY_SKIP = os.environ.get("DSEC_TESTS_MAY_NOT_SKIP", "") == "1"
 # But for libraries of a gigabyte, which no environment for development has.
-_TOO_LARGE = ("dsec[openenv]", "dsec[trl]", "dsec[verifiers]")
+_TOO_LARGE = ("dsec[openenv]", "dsec[trl]", "dsec[verifiers]", "dsec[verl]")
 
 # A thing that is on its way out (a reaped child's pipe, a lazily unmounted tree) gets this long.
 SETTLE_S = 3.0

@@ -265,6 +265,7 @@ def test_all_that_is_wrong_is_told_at_once_with_its_place_and_what_was_meant() -
         ("description: ' '", "it is empty"),
         ("input: [1]", "this is a table"),
         ("input: {const: .nan}", "put text in quotes"),
+        ("input: {const: 1e400}", "put text in quotes"),
         ("input: {properties: {on: {type: string}}}", "a name is text, not 'on': put it in quotes"),
         ("state_key_prefix: {shard_id}{shard_id}", "once is enough"),
         ("state_key_prefix: a b", "letters, digits and ._:/- only"),
@@ -321,6 +322,7 @@ def test_an_error_tells_of_all_problems_and_where_the_first_is() -> None:
 def test_what_is_built_to_be_large_is_refused_before_it_is_read_whole(text: str) -> None:
     problems = read_text(text).problems
     assert 1 <= len(problems) <= PROBLEMS_MAX
+    assert all(one.line and one.column for one in problems)
     assert all(len(one.message) < 400 for one in problems)
 
 
@@ -333,6 +335,8 @@ def test_what_is_built_to_be_large_is_refused_before_it_is_read_whole(text: str)
         (r'command: ["a\0b"]', "a.yaml:3:11: it holds NUL"),
         (r'input: {"\udfff": 1}', "half a character"),
         (f"input: {{maximum: {2**64}}}", "at most 64 bits"),
+        ("description: a\rinput: \x07", "a.yaml:4:8: this is not YAML: the character U+0007"),
+        ("description: " + "x" * TEXT_CHARACTERS_MAX, "a.yaml:3:"),
     ],
 )
 def test_what_could_not_be_passed_on_is_no_part_of_a_contract(line: str, said: str) -> None:
@@ -394,6 +398,19 @@ def test_whatever_is_written_is_a_contract_or_has_problems(value: Any) -> None:
         assert bool(read.problems) or read.contract is not None
         if not read.problems:
             assert read_value(read.written).contract == read.contract
+
+
+def test_a_number_of_json_is_one_however_it_is_written() -> None:
+    read = read_text(
+        "name: a\nversion: 1e5\ninput: {maximum: 1e5, const: '1e5', enum: [-0.5E-3]}\n"
+    )
+    assert read.problems == ()
+    assert read.written == {
+        "name": "a",
+        "version": "1e5",
+        "input": {"maximum": 100_000.0, "const": "1e5", "enum": [-0.0005]},
+    }
+    assert read_value(read.written).written == read.written
 
 
 @given(st.text(st.sampled_from("abc{}[]:,-_#&*!|>'\"%@`? \n\t"), max_size=60))

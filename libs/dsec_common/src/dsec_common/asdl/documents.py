@@ -17,7 +17,7 @@ import yaml
 from yaml.composer import Composer
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from yaml.parser import Parser
-from yaml.reader import Reader
+from yaml.reader import Reader, ReaderError
 from yaml.resolver import Resolver
 from yaml.scanner import Scanner
 
@@ -47,6 +47,7 @@ TOO_LARGE: Final = "a whole number has at most 64 bits: put text in quotes"
 """What is said of one that is not among :data:`INTEGERS`."""
 
 _NO_TEXT: Final = "it holds NUL or half a character, which no program can be given: leave it out"
+_LINE_END: Final = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
 _TEMPLATE: Final = re.compile(r"(?:\{\w+\}[^\s#{},\[\]:]*)+(?=\s|$)")
 
 
@@ -143,7 +144,7 @@ def node_of_text(text: str, findings: Findings) -> Node | None:
     """Return the one document of a text, or note why there is none."""
     if len(text) > TEXT_CHARACTERS_MAX:
         what = f"it has {len(text)} characters: a contract has at most {TEXT_CHARACTERS_MAX}"
-        findings.add(None, (), what)
+        findings.add(_place_of(TEXT_CHARACTERS_MAX, text), (), what)
         return None
     try:
         loader = _Loader(text)
@@ -153,15 +154,21 @@ def node_of_text(text: str, findings: Findings) -> Node | None:
         mark = error.problem_mark or error.context_mark
         findings.add(mark, (), f"{context}{error.problem or error.context}")
         return None
-    except yaml.YAMLError as error:
-        findings.add(None, (), f"this is not YAML: {' '.join(str(error).split())}")
+    except ReaderError as error:
+        what = f"this is not YAML: the character U+{error.character:04X} is none of a text"
+        findings.add(_place_of(error.position, text), (), what)
         return None
     except (ValueError, OverflowError):
         # PyYAML takes any digits for a character's code, or for the version of YAML.
         what = "this is not YAML: there is no character, or no version of YAML, of this number"
         findings.add(loader.get_mark(), (), what)
         return None
-    return root if root is not None else MappingNode("", [])
+    return root if root is not None else MappingNode("", [], _place_of(0, text))
+
+
+def _place_of(position: int, text: str) -> yaml.Mark:
+    lines = _LINE_END.split(text[:position])
+    return yaml.Mark("", position, len(lines) - 1, len(lines[-1]), None, 0)
 
 
 def node_of_value(value: Any, findings: Findings) -> Node | None:

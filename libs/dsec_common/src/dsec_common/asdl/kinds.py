@@ -305,7 +305,9 @@ class Free(Kind):
             return text.lower() in {"true", "yes", "on"}
         if node.tag == NULL:
             return None
-        if node.tag in {INT, FLOAT}:
+        # To YAML 1.1, 1e5 is text; to JSON, and whoever writes a schema, it is a number.
+        is_plain = isinstance(node, ScalarNode) and node.start_mark and node.style is None
+        if node.tag in {INT, FLOAT} or (is_plain and _NUMBER.fullmatch(text)):
             if not _NUMBER.fullmatch(text) or len(text) > 40 or not math.isfinite(float(text)):  # noqa: PLR2004  characters
                 return reading.wrong(
                     node, path, f"{shown(text)} is no number in decimal: put text in quotes"

@@ -50,7 +50,18 @@ def _log_errors_as_lines() -> None:
     )
 
 
+def _judge_no_example_by_its_time() -> None:
+    """Let the examples of properties take as long as a busy machine has them take."""
+    if importlib.util.find_spec("hypothesis") is None:  # as above
+        return
+    from hypothesis import settings  # noqa: PLC0415  see above
+
+    settings.register_profile("any time", deadline=None)
+    settings.load_profile("any time")
+
+
 _log_errors_as_lines()
+_judge_no_example_by_its_time()
 
 
 @pytest.fixture(autouse=True)

@@ -210,6 +210,21 @@ async def test_an_agent_works_in_the_sandbox_by_a_hook(
             assert await sandbox.read_text("/app/seed") == "4\n"
 
 
+@pytest.mark.parametrize("error", [KeyError("choices"), TimeoutError("no model")])
+async def test_a_hook_that_fails_is_told_as_such(
+    stack: Stack, base: str, tmp_path: Path, error: Exception
+) -> None:
+    async def agent(sandbox: Sandbox, item: Item) -> None:
+        raise error
+
+    item = await item_from(write_task(tmp_path, "torn", base), tmp_path / "scratch")
+    async with stack.client() as client:
+        with pytest.raises(DsecError, match=r"the hook failed: .*(choices|no model)") as caught:
+            await build_environment(client, item, tmp_path / "scratch", hook=agent)
+    assert caught.value.code is ErrorCode.INVALID
+    assert await left_behind(stack, "torn") == []
+
+
 def fix_and_reset(directory: Path) -> None:
     """Make a repository of a directory, commit the fix, and reset it away."""
 

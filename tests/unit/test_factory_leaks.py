@@ -160,6 +160,7 @@ DISGUISES: dict[str, Callable[[bytes], bytes]] = {
     ),
     "tar without a mark": lambda data: old_tar_of("a", zlib.compress(data)),
     "a bundle of git": bundle_of,
+    "a bundle of git behind decoys": lambda data: b"\nPACK\0\0\0\2" * 99 + bundle_of(data),
     "tar.gz": lambda data: tar_of("notes.txt", data),
     "zip": lambda data: zip_of("notes.txt", data),
     "zip behind something": lambda data: b"#!/bin/sh\n" + zip_of("notes.txt", data),

@@ -122,7 +122,8 @@ async def build_environment(
         EnvironmentRefused: something in it betrays the task or should not be there.
         NotProven: it is solved already, or its solution does not solve it.
         CommandFailed: a command of the building failed.
-        DsecError: as ``create_sandbox``, ``snapshot``, ``pack_diff`` and imports.
+        DsecError: ``invalid`` for a hook that raised something else; as ``create_sandbox``,
+            ``snapshot``, ``pack_diff`` and imports.
     """
     item = await pinned(client, item)
     building = _Building(client, item, scratch, run, begin)
@@ -352,13 +353,16 @@ class _Building:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 await hook(sandbox, self._item)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DsecError(
-                ErrorCode.COMMAND_TIMEOUT,
-                f"the hook was not done after {timeout_s:g} s; see build.timeout_s",
-            ) from None
+        except DsecError:
+            raise
+        except Exception as error:  # somebody else's program, and others have their seeds
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise DsecError(
+                    ErrorCode.COMMAND_TIMEOUT,
+                    f"the hook was not done after {timeout_s:g} s; see build.timeout_s",
+                ) from None
+            what = f"{type(error).__name__}: {error}"
+            raise DsecError(ErrorCode.INVALID, f"the hook failed: {what}") from error
 
     async def _command(self, sandbox: Sandbox, command: Command) -> None:
         build = self._spec.build

@@ -15,6 +15,7 @@ PACK_MAGIC: Final = b"PACK"
 
 _HEADER_BYTES: Final = 12
 _HASH_BYTES: Final = 20
+_PIECE_BYTES: Final = 1 << 14
 _COMMIT, _TREE, _BLOB, _TAG, _OFFSET_DELTA, _NAME_DELTA = 1, 2, 3, 4, 6, 7
 _NAMES: Final = {_COMMIT: b"commit", _TREE: b"tree", _BLOB: b"blob", _TAG: b"tag"}
 _CONTINUES: Final = 0x80
@@ -28,7 +29,7 @@ class PackError(Exception):
 class _Pack:
     """One pack while it is read."""
 
-    def __init__(self, data: bytes, bytes_max: int) -> None:
+    def __init__(self, data: memoryview, bytes_max: int) -> None:
         self._data = data
         self._left = bytes_max
         self._kept: dict[int, tuple[int, bytes]] = {}
@@ -91,7 +92,7 @@ class _Pack:
             byte = self._byte(at)
             at += 1
         if kind == _NAME_DELTA:
-            return kind, self._data[at : at + _HASH_BYTES], at + _HASH_BYTES
+            return kind, bytes(self._data[at : at + _HASH_BYTES]), at + _HASH_BYTES
         if kind != _OFFSET_DELTA:
             return kind, b"", at
         byte = self._byte(at)
@@ -107,14 +108,21 @@ class _Pack:
 
     def _inflated(self, at: int) -> tuple[bytes, int]:
         inflater = zlib.decompressobj()
-        try:
-            body = inflater.decompress(memoryview(self._data)[at:], self._left + 1)
-        except zlib.error as error:
-            raise PackError(str(error)) from None
+        body = bytearray()
+        while not inflater.eof:
+            # In pieces: what is behind an object is copied with each of them.
+            piece = self._data[at : at + _PIECE_BYTES]
+            if not piece:
+                raise PackError("an object without an end")
+            try:
+                body += inflater.decompress(piece, self._left - len(body) + 1)
+            except zlib.error as error:
+                raise PackError(str(error)) from None
+            if len(body) > self._left:
+                break
+            at += len(piece)
         self._spend(len(body))
-        if not inflater.eof:
-            raise PackError("an object without an end")
-        return body, len(self._data) - len(inflater.unused_data)
+        return bytes(body), at - len(inflater.unused_data)
 
     def _patched(self, origin: bytes, delta: bytes) -> bytes:
         """Return what a delta makes of an object."""
@@ -161,14 +169,14 @@ def _number(delta: bytes, at: int, present: int, width: int) -> tuple[int, int]:
     return value, at
 
 
-def pack_objects(data: bytes, bytes_max: int) -> Iterator[bytes]:
+def pack_objects(data: bytes | memoryview, bytes_max: int) -> Iterator[bytes]:
     """Yield the content of every object in a pack, reachable or not.
 
     Args:
-        data: the pack, as its file holds it.
+        data: the pack, as its file holds it; what is behind its objects is not looked at.
         bytes_max: of all objects together.
 
     Raises:
         PackError: when it cannot be read to its end or holds more than that.
     """
-    return _Pack(data, bytes_max).objects()
+    return _Pack(memoryview(data), bytes_max).objects()

@@ -238,10 +238,14 @@ class _Unfolding:
             if at >= 0:
                 raise _TooMuch(f"more than {_STREAMS_MAX} places where {name} may begin")
         at = data.find(_PACK, 1)  # in a bundle of git, too
-        while at >= 0:
+        for _ in range(_STREAMS_MAX):
+            if at < 0:
+                return
             with contextlib.suppress(PackError):
-                yield from (("git pack", inner) for inner in pack_objects(data[at:], self._left))
+                yield from (("git pack", inner) for inner in pack_objects(seen[at:], self._left))
             at = data.find(_PACK, at + 1)
+        if at >= 0:
+            raise _TooMuch(f"more than {_STREAMS_MAX} places where a git pack may begin")
 
     def _members(self, make: Callable[[], Any], data: bytes) -> Iterator[bytes]:
         """Yield streams that stand one behind the other, as ``cat a.gz b.gz`` leaves them."""

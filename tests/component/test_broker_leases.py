@@ -13,6 +13,7 @@ from typing import TypeVar
 import pytest
 
 from control_plane import ControlPlane, control_plane, until
+from dsec import DSecClient
 from dsec_common import subjects
 from dsec_common.bus import Bus, Request
 from dsec_common.errors import DsecError, ErrorCode
@@ -64,12 +65,14 @@ async def ask(bus: Bus, asked: GrantLease) -> LeaseGranted:
     return await persistently(bus, "grant", asked, LeaseGranted)
 
 
-async def granted(bus: Bus, cu: float = 30.0, node: str = "node-0") -> LeaseGranted:
+async def granted(
+    bus: Bus, cu: float = 30.0, node: str = "node-0", project: str = "default"
+) -> LeaseGranted:
     """Return a lease; ask until the node is known."""
     async with asyncio.timeout(20):
         while True:
             try:
-                return await ask(bus, GrantLease(project="default", holder="h", cu=cu, node=node))
+                return await ask(bus, GrantLease(project=project, holder="h", cu=cu, node=node))
             except DsecError as error:
                 if error.code is not ErrorCode.NOT_FOUND:
                     raise
@@ -181,6 +184,31 @@ async def test_force_ends_a_projects_leases_with_an_event_and_nobody_elses(
     await until(lambda: bool(heard))
     assert (heard[0].reason, heard[0].cause_id) == ("a ghost", asked.message_id)
     assert (await granted(bus, 100.0)).cu == 100.0
+
+
+async def test_all_leases_of_a_project_end_however_many_an_answer_holds(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"node-{number}" for number in range(4)]
+    for name in names:
+        await plane.node(name, gpus=A100)
+    await plane.broker()
+    bus = await services_bus(plane)
+    await bus.ensure_stream(EVENTS)
+    leases = [await granted(bus, 30.0, name) for name in (*names[1:], names[1])]
+    lasts = await granted(bus, 30.0, names[3], project="other")
+    monkeypatch.setattr("dsec_broker.service.LISTING_PAGE_BYTES", 1)
+    user = await plane.project()
+    first = await user.request(subjects.force_unlock("default"), ForceUnlock(), LeasesUnlocked)
+    assert {one.lease_id for one in first.leases} == {leases[0].lease_id, leases[3].lease_id}
+    assert first.more
+    async with DSecClient(plane.nats.server.url, plane.nats.auth.project("default")) as client:
+        rest = await client.force_unlock(reason="all")
+    assert [one.lease_id for one in rest.leases] == [one.lease_id for one in leases[1:3]]
+    assert not rest.more
+    await release(bus, lasts)
+    for name in names:
+        await release(bus, await granted(bus, 100.0, name))
 
 
 async def test_the_node_of_a_transferred_lease_is_told_that_the_old_one_is_lost(

@@ -11,7 +11,7 @@ from dsec.channel import ANSWER_PATIENCE_S, Channel
 from dsec_common import subjects
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.cost import Cost, GetCost
-from dsec_common.wire.lease import ForceUnlock, LeasesUnlocked
+from dsec_common.wire.lease import ForceUnlock, LeasesUnlocked, UnlockedLease
 from dsec_common.wire.node import InspectNode, ListNodes, NodeInfo, NodeList
 from dsec_common.wire.trace import GetTrace, Trace
 
@@ -96,16 +96,24 @@ class Readings(ABC):
         sandboxes that live on them end. ``reason`` is told in the audit event.
 
         Raises:
-            DsecError: ``not_found`` for a node that the broker does not know.
+            DsecError: ``not_found`` for a node that the broker does not know; what fails after some
+                have ended leaves the others, and the events tell which ended.
         """
-        return await self._connected().ask(
-            subjects.force_unlock(self._connected().project),
-            ForceUnlock(lease_id=lease_id, node=node, reason=reason),
-            LeasesUnlocked,
-            timeout_s=_TIMEOUT_S,
-            repeatable=True,
-            patience_s=ANSWER_PATIENCE_S,
-        )
+        found: list[UnlockedLease] = []
+        after = ""
+        while True:
+            page = await self._connected().ask(
+                subjects.force_unlock(self._connected().project),
+                ForceUnlock(lease_id=lease_id, node=node, reason=reason, after=after),
+                LeasesUnlocked,
+                timeout_s=_TIMEOUT_S,
+                repeatable=True,
+                patience_s=ANSWER_PATIENCE_S,
+            )
+            found += page.leases
+            if not page.more:
+                return msgspec.structs.replace(page, leases=tuple(found))
+            after = ScopedId.parse(found[-1].lease_id, "lease id").owner
 
     async def trace(self, sandbox_id: str) -> Trace:
         """Return all steps of a sandbox in order, from its behaviour log; it may have ended.

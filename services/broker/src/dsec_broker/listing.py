@@ -75,6 +75,14 @@ def leases_page(found: Iterable[NodeLeases], asked: ListLeases) -> LeaseList:
     return LeaseList(nodes=tuple(page))
 
 
+def held_bytes(found: Iterable[NodeLeases], project: str) -> dict[str, int]:
+    """Return by node how much it takes at most to tell of a project's leases there."""
+    return {
+        node.node: len(msgspec.msgpack.encode([it for it in node.leases if it.project == project]))
+        for node in found
+    }
+
+
 def held(lease: Lease) -> HeldLease:
     """Return a lease as it is listed."""
     return HeldLease(

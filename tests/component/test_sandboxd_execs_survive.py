@@ -102,7 +102,8 @@ async def test_a_command_that_ran_is_joined_afterwards_and_never_run_again(both:
     line = f"echo x >> /tmp/ran; {COUNT} | head -n 20000; sleep .5; echo err >&2; exit 4"
     message = ExecCommand(argv=("sh", "-c", line))
     asking = asyncio.ensure_future(box.ask("exec", message, ExecResult, timeout_s=2.0))
-    await asyncio.sleep(0.1)
+    while (await node.exec(box.id, "test", "-e", "/tmp/ran")).exit_code != 0:
+        await asyncio.sleep(0.01)
     await restart(daemon)
     result = await box.ask("exec", message, ExecResult)
     again = await box.ask("exec", message, ExecResult)
@@ -124,12 +125,15 @@ async def test_a_command_that_took_a_part_of_its_input_for_all_of_it_has_no_resu
         argv=("sh", "-c", "touch /tmp/up; sleep 1.5; cat | wc -c; touch /tmp/over"),
         stdin=b"x" * 300_000,
     )
+    local = box.id.partition(".")[2]
+    quiet = processes_of(local)
     asking = asyncio.ensure_future(box.ask("exec", message, ExecResult, timeout_s=2.0))
     while (await node.exec(box.id, "test", "-e", "/tmp/up")).exit_code != 0:
         await asyncio.sleep(0.01)
     await daemon.kill()
     # It reads on, comes to an end that is none, and has ended before the next daemon looks.
-    await asyncio.sleep(2.5)
+    while processes_of(local) != quiet:
+        await asyncio.sleep(0.001)
     await daemon.start()
     assert (await node.exec(box.id, "test", "-e", "/tmp/over")).exit_code == 0
     with pytest.raises(DsecError) as caught:

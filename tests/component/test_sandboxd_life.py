@@ -87,16 +87,21 @@ async def test_inspecting_listing_touching_and_labelling_do_not_wake(node: NodeF
     assert frozen(sandbox_id)
 
 
+async def has_begun(node: NodeForTests, sandbox_id: str) -> None:
+    """Return when a command runs that says so in a file: one that comes later would wake it."""
+    looking = "until [ -e /tmp/begun ]; do sleep 0.01; done"
+    assert (await node.exec(sandbox_id, "sh", "-c", looking, timeout_s=20.0)).exit_code == 0
+
+
 async def test_a_command_survives_a_pause_and_its_time_limit_stands_still(
     node: NodeForTests,
 ) -> None:
     sandbox_id = (await node.place()).sandbox_id
-    running = asyncio.create_task(
-        node.exec(sandbox_id, "sh", "-c", "sleep 0.5; echo done", timeout_s=1.0)
-    )
-    await asyncio.sleep(0.1)  # the command is on its way; there is no event of its start
+    line = ": > /tmp/begun; sleep 0.5; echo done"
+    running = asyncio.create_task(node.exec(sandbox_id, "sh", "-c", line, timeout_s=2.5))
+    await has_begun(node, sandbox_id)
     await turn(node, sandbox_id, "pause", PauseSandbox())
-    await asyncio.sleep(1.2)
+    await asyncio.sleep(2.6)  # longer than the limit, which is what is tried
     assert not running.done()
     await turn(node, sandbox_id, "resume", ResumeSandbox())
     result = await running
@@ -132,7 +137,7 @@ async def test_asking_for_the_result_of_a_command_that_runs_does_not_wake(
     node: NodeForTests,
 ) -> None:
     sandbox_id = (await node.place()).sandbox_id
-    start = StartExec(argv=("sh", "-c", "echo begun; sleep 0.2; echo done"))
+    start = StartExec(argv=("sh", "-c", "echo begun; sleep 60; echo done"))
     started = await node.ask(sandbox_id, "start_exec", start, ExecInfo)
     command = ExecCommand(argv=("cat", "/proc/sys/kernel/random/uuid"))
     first = await node.ask(sandbox_id, "exec", command, ExecResult)
@@ -176,8 +181,9 @@ async def test_a_paused_sandbox_is_deleted_with_the_command_that_runs_in_it(
     node: NodeForTests,
 ) -> None:
     sandbox_id = (await node.place()).sandbox_id
-    running = asyncio.create_task(refused(node.exec(sandbox_id, "sleep", "60")))
-    await asyncio.sleep(0.1)  # as above
+    line = ": > /tmp/begun; sleep 60"
+    running = asyncio.create_task(refused(node.exec(sandbox_id, "sh", "-c", line)))
+    await has_begun(node, sandbox_id)
     await turn(node, sandbox_id, "pause", PauseSandbox())
     deleted = await node.ask(sandbox_id, "delete", DeleteSandbox(), SandboxDeleted)
     assert deleted.end_cause is EndCause.DELETED

@@ -102,9 +102,9 @@ async def test_a_command_that_does_not_end_is_not_waited_for_for_ever(plane: Con
     node = await plane.node("node-1")
     await plane.scheduler()
     user = await plane.project()
-    await create(user, idempotency_key="k", timeout_s=0.5)
+    await create(user, idempotency_key="k", timeout_s=2.0)
     tell(node, first_command="running")
     with pytest.raises(DsecError) as caught:
-        await create(user, idempotency_key="k", timeout_s=0.5)
+        await create(user, idempotency_key="k", timeout_s=2.0)
     assert caught.value.code is ErrorCode.TIMEOUT
     assert len(node.placed) == 1

@@ -108,7 +108,7 @@ async def test_silence_to_the_end_is_a_timeout(buses: tuple[Bus, Bus]) -> None:
     silent = SilentNode(silences=1000)
     await silent.serve(node)
     with pytest.raises(DsecError) as caught:
-        await ask(user, repeatable=True, timeout_s=0.5, patience_s=0.05)
+        await ask(user, repeatable=True, timeout_s=1.0, patience_s=0.05)
     assert caught.value.code is ErrorCode.TIMEOUT
     assert len(silent.asked) > 1
 

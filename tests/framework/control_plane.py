@@ -158,6 +158,11 @@ class NodePeer:
             draining=self.draining,
         )
 
+    @property
+    def beats(self) -> bool:
+        """Whether it sends heartbeats."""
+        return self._beating is not None
+
     def now(self) -> float:
         """Return what its wall clock reads."""
         return time.time() + self.ahead_s
@@ -248,6 +253,7 @@ class ControlPlane:
     def __init__(self, nats: NatsForTests, stack: contextlib.AsyncExitStack) -> None:
         self.nats = nats
         self._stack = stack
+        self._nodes: list[NodePeer] = []
 
     async def node(
         self,
@@ -260,6 +266,7 @@ class ControlPlane:
         """Return a living node."""
         bus = await self._stack.enter_async_context(self.nats.service("sandboxd", name))
         node = NodePeer(bus, name, capacity, gpus)
+        self._nodes.append(node)
         await node.start()
         self._stack.push_async_callback(node.rest)
         if not beating:
@@ -291,10 +298,14 @@ class ControlPlane:
         return await self.run(BrokerService(BrokerConfig(**self.settings("broker"), **changes)))
 
     async def scheduler(self, **changes: Any) -> SchedulerService:
-        """Return a running scheduler that has heard of no more than the nodes that beat."""
-        quick = {"node_timeout_s": 1.0, "warm_up_s": 2 * BEAT_S, "retry_after_s": 0.1}
+        """Return a running scheduler that has heard of the nodes that beat, and of no others."""
+        quick = {"node_timeout_s": 3.0, "warm_up_s": 2 * BEAT_S, "retry_after_s": 0.1}
         config = SchedulerConfig(**self.settings("scheduler"), **{**quick, **changes})
-        return await self.run(SchedulerService(config))
+        scheduler = await self.run(SchedulerService(config))
+        for name in [node.name for node in self._nodes if node.beats]:
+            # On a busy machine its heartbeat may come later than within the warm-up.
+            await until(lambda name=name: scheduler._core.views.get(name) is not None)  # type: ignore[misc]
+        return scheduler
 
 
 async def _stop(service: Service[Any]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from dsec import DsecError, ErrorCode, Sandbox, agent_channel
 from dsec.rollouts import Rollout
 from dsec_chronus.acting import FENCED_NUMBERS
+from dsec_common.wire.checkpoint import RolloutPutBack
 from stack import Stack
 
 AGENT = """
@@ -142,3 +144,34 @@ async def test_a_checkpoint_needs_a_sandbox_that_is_there(stack: Stack, base: st
             await rollout.roll_back()
         assert refusal.value.code is ErrorCode.NOT_FOUND
         assert await rollout.checkpoints() == []
+
+
+HELLO = """
+import json
+from agent_channel import AgentChannel
+with AgentChannel() as channel:
+    print(json.dumps(channel.hello()))
+"""
+
+
+async def test_whoever_listens_and_the_agent_are_told_of_a_rollback(
+    stack: Stack, base: str
+) -> None:
+    async with stack.client() as client, client.events() as events, asyncio.timeout(60):
+        rollout = await client.rollouts.open()
+        async with await client.create_sandbox(base, rollout_id=rollout.id) as sandbox:
+            await prepared(sandbox)
+            await sandbox.write_file("/agent/hello.py", HELLO)
+            first = await sandbox.exec(["python3", "/agent/hello.py"], check=True)
+            assert "restoration" not in json.loads(first.stdout)
+            await rollout.checkpoint(sandbox=sandbox)
+            back = await rollout.roll_back()
+            again = await sandbox.exec(["python3", "/agent/hello.py"], check=True)
+            told = json.loads(again.stdout)
+            assert told["last_seq"] == back.last_seq
+            assert (told["restoration"]["step"], told["restoration"]["reason"]) == (0, "rollback")
+            async for event in events:
+                if isinstance(event, RolloutPutBack) and event.rollout_id == rollout.id:
+                    break
+            assert (event.step, event.sandbox_id, event.reason) == (0, sandbox.id, "rollback")
+        await rollout.close()

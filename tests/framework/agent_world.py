@@ -15,7 +15,7 @@ import msgspec
 
 from dsec_common.clock import SystemClock
 from dsec_common.errors import DsecError, ErrorCode, invalid, unavailable
-from dsec_common.wire.rollout import FeedbackState
+from dsec_common.wire.rollout import FeedbackState, Restoration, RolloutInfo, RolloutState
 from dsec_common.wire.sandbox import Limits, SandboxState
 from dsec_sandboxd.agent_limits import AgentLimits
 from dsec_sandboxd.agent_socket import SOCKET_NAME, AgentSocketServer
@@ -53,6 +53,7 @@ class MemoryGateway:
     feedback: dict[int, FeedbackState] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     away: bool = False
+    restoration: Restoration | None = None
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     waiting: int = 0
 
@@ -60,10 +61,15 @@ class MemoryGateway:
         if self.away:
             raise unavailable("the platform is away")
 
-    async def last_seq(self, record: SandboxRecord, deadline: float) -> int:
+    async def inspect(self, record: SandboxRecord, deadline: float) -> RolloutInfo:
         """Return the newest report's number."""
         self._reachable()
-        return len(self.reports)
+        return RolloutInfo(
+            rollout_id=record.rollout_id,
+            state=RolloutState.OPEN,
+            last_seq=len(self.reports),
+            restoration=self.restoration,
+        )
 
     async def report(
         self, record: SandboxRecord, seq: int, stage: str, payload: bytes, deadline: float

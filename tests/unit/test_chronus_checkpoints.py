@@ -326,6 +326,21 @@ def test_a_replaced_sandbox_is_not_listened_to_any_more() -> None:
     assert new in world.answers
 
 
+def test_a_sandbox_that_was_named_speaks_for_a_rollout_without_reports() -> None:
+    world = world_at(0)
+    world.acted(CHECKPOINT, "one", sandbox_id="node-1.x", durable=True)
+    assert world.core.actions.lost_with("node-1") == [("default", ROLLOUT, "node-1.x")]
+    request = world.act(ROLLBACK, "lost", lost=True)
+    world.settle()
+    (it,) = world.performing()
+    world.done(it, sandbox_id="node-2.y")
+    world.settle()
+    reply = world.answers[request]
+    assert isinstance(reply, RolloutRolledBack)
+    assert (reply.step, reply.recreated) == (0, True)
+    assert inspected(world).sandbox_id == "node-2.y"
+
+
 def test_a_checkpoint_that_one_node_has_alone_does_not_go_on_without_it() -> None:
     world = world_at(1)
     world.acted(CHECKPOINT, "one")

@@ -57,6 +57,7 @@ SYSTEM_SUBJECTS = (
     subjects.project_events("any"),
     subjects.lease("list"),
     subjects.lease("transfer"),
+    subjects.rollout_event("any", subjects.ScopedId("any", "any"), "put_back"),
     subjects.lease_event("any", "any", "unlocked"),
     subjects.node_alarm("any", "conservation_broken"),
     subjects.FIND_WAITING,

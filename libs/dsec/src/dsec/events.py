@@ -14,6 +14,7 @@ from dsec_common.bus_serving import EventSubscription
 from dsec_common.bus_types import Request
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire.base import Message
+from dsec_common.wire.checkpoint import RolloutPutBack
 from dsec_common.wire.elastic import SandboxResized
 from dsec_common.wire.layer import LayerImportProgress
 from dsec_common.wire.life import SandboxPaused, SandboxResumed
@@ -27,6 +28,7 @@ Event = (
     | SandboxEnded
     | SandboxRefused
     | LayerImportProgress
+    | RolloutPutBack
 )
 
 Listener = Callable[[Message], None]

@@ -302,6 +302,12 @@ def agent_event(project: str, name: str, what: str) -> str:
     return f"{ROOT}.{validate_project(project)}.evt.agent.{validate_local(name)}.{_verb(what)}"
 
 
+def rollout_event(project: str, rollout_id: ScopedId, what: str) -> str:
+    """Event of a rollout: ``put_back``."""
+    owner, local = validate_node(rollout_id.owner), validate_local(rollout_id.local)
+    return f"{ROOT}.{validate_project(project)}.evt.rollout.{owner}.{local}.{_verb(what)}"
+
+
 def layer_event(project: str, upload_id: str, what: str) -> str:
     """Event of a layer import: ``progress``."""
     return f"{ROOT}.{validate_project(project)}.evt.layer.{validate_local(upload_id)}.{_verb(what)}"

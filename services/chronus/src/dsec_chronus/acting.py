@@ -9,6 +9,7 @@ from typing import Final
 from dsec_chronus.contents import Contents
 from dsec_chronus.draft import Draft
 from dsec_chronus.effects import (
+    Announce,
     Answer,
     Collect,
     Decided,
@@ -39,10 +40,16 @@ from dsec_chronus.records import (
     StateWritten,
     values_size,
 )
-from dsec_chronus.rollout import Rollout
+from dsec_chronus.rollout import Rollout, goes_back
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import ErrorReply, Message
-from dsec_common.wire.checkpoint import Branch, RolloutBranched, RolloutRolledBack, StateVersion
+from dsec_common.wire.checkpoint import (
+    Branch,
+    RolloutBranched,
+    RolloutPutBack,
+    RolloutRolledBack,
+    StateVersion,
+)
 
 STATE_BYTES_MAX: Final = 512 * 1024
 """Of one rollout's state: with it, one answer that holds all of it fits a NATS message."""
@@ -295,7 +302,22 @@ class Actions:
         for request_id in self._waiting.pop((record.local, record.number), ()):
             yield self._outcome(request_id, begun, record)
         self._may_leave |= record.error is not None
-        yield from self.dropped(self.contents.rollouts[record.local])
+        rollout = self.contents.rollouts[record.local]
+        if goes_back(begun, record):
+            yield Announce(
+                project=rollout.begun.project,
+                what="put_back",
+                event=RolloutPutBack(
+                    # The same for whoever tells it.
+                    message_id=f"{self.shard}.{record.local}-{record.number}",
+                    rollout_id=f"{self.shard}.{record.local}",
+                    step=begun.step,
+                    sandbox_id=record.sandbox_id,
+                    reason="node_lost" if begun.lost else "rollback",
+                    last_seq=record.last_seq,
+                ),
+            )
+        yield from self.dropped(rollout)
 
     def _outcome(self, request_id: int, begun: ActionBegun, record: ActionEnded) -> Outcome:
         if record.error is not None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from dsec_common.config import ServiceConfig
+
+_HEARTBEATS_S: Final = 3.0
+"""Nodes tell of themselves once a second."""
 
 
 class ChronusConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -23,6 +27,8 @@ class ChronusConfig(ServiceConfig, frozen=True, kw_only=True):
         sweep_interval_s: how often such rollouts are looked for.
         snapshot_after_frames: a snapshot shortens a journal that grew by more frames than this.
         snapshot_after_bytes: the same in bytes, beyond what the shard holds.
+        node_lost_s: a node that is silent for this long is gone: rollouts with a durable checkpoint
+            go on elsewhere.
         replicas: how many NATS servers keep the journal and the leases.
     """
 
@@ -37,6 +43,7 @@ class ChronusConfig(ServiceConfig, frozen=True, kw_only=True):
     sweep_interval_s: float = 5.0
     snapshot_after_frames: int = 1000
     snapshot_after_bytes: int = 4 * 1024 * 1024
+    node_lost_s: float = 30.0
     replicas: int = 1
 
     def __post_init__(self) -> None:
@@ -44,6 +51,8 @@ class ChronusConfig(ServiceConfig, frozen=True, kw_only=True):
         for name in ("poll_max_s", "closed_keep_s", "idle_keep_s", "sweep_interval_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds")
+        if not _HEARTBEATS_S <= self.node_lost_s < math.inf:
+            raise ValueError(f"node_lost_s must be at least {_HEARTBEATS_S:g} seconds")
         # NATS counts an entry's life in whole seconds, and a lease is renewed four times in its.
         if not 1 <= self.lease_ttl_s < math.inf:
             raise ValueError("lease_ttl_s must be at least 1 second")

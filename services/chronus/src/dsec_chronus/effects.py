@@ -10,6 +10,7 @@ from dsec_chronus.events import ActionDone, AwaitAsked
 from dsec_chronus.records import ActionBegun, Record, Taken
 from dsec_common.errors import DsecError
 from dsec_common.wire.base import Message
+from dsec_common.wire.checkpoint import RolloutPutBack
 
 
 class WriteFrame(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +102,14 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True):
     nodes: dict[str, frozenset[str]]
 
 
+class Announce(msgspec.Struct, frozen=True, kw_only=True):
+    """Publish an event of a rollout."""
+
+    project: str
+    what: str
+    event: RolloutPutBack
+
+
 Outcome: TypeAlias = Answer | Refuse
 Decided: TypeAlias = Outcome | Wait | WaitForAction | Nothing
 """What becomes of a change once its frame is durable."""
@@ -108,5 +117,5 @@ Decided: TypeAlias = Outcome | Wait | WaitForAction | Nothing
 Deed: TypeAlias = Perform | DropCheckpoint | Collect
 """What is asked of nodes."""
 
-Effect: TypeAlias = WriteFrame | PurgeJournal | Outcome | Deed
+Effect: TypeAlias = WriteFrame | PurgeJournal | Outcome | Deed | Announce
 """What the shell is to do."""

@@ -181,6 +181,7 @@ class Kept:
         if record.taken is not None:
             kept = Checkpoint(begun, record, record.taken, values, version, values_bytes, reward)
             self.checkpoints[begun.number] = kept
+            self.sandbox_id = self.sandbox_id or begun.sandbox_id
             if len(self.checkpoints) > CHECKPOINTS_MAX:
                 self._drop(min(self.checkpoints))
         elif begun.kind is ActionKind.ROLLBACK:

@@ -16,6 +16,7 @@ from dsec_chronus.group_opening import GroupOpening
 from dsec_chronus.journal import FencedError, journal_stream
 from dsec_chronus.keys import rollout_id_of
 from dsec_chronus.leases import BUCKET, Held, Lease, Leases
+from dsec_chronus.node_watch import NodeWatch
 from dsec_chronus.shard import Shard
 from dsec_common import subjects
 from dsec_common.bus import KeyValue, Request
@@ -96,7 +97,9 @@ class ChronusService(Service[ChronusConfig]):
             subjects.any_project("rollout.open_group"), OpenGroup, groups.open, queue=QUEUE
         )
         self.spawn(self._keep_balance(), "keep balance")
-        self.spawn(self._sweep(), "sweep")
+        watch = NodeWatch(self.bus, self.clock, self.config.node_lost_s)
+        await watch.start()
+        self.spawn(self._sweep(watch), "sweep")
 
     async def quiesce(self) -> None:
         """Hand every shard over: what waits for the journal is finished first."""
@@ -290,10 +293,15 @@ class ChronusService(Service[ChronusConfig]):
         except DsecError as error:
             log.warning("the bucket of leases did not answer", step=what, error=error.message)
 
-    async def _sweep(self) -> None:
+    async def _sweep(self, watch: NodeWatch) -> None:
         while True:
             await self.clock.sleep(self.config.sweep_interval_s)
+            nodes: set[str] = set()
             for shard in list(self._shards.values()):
                 await shard.sweep()
+                nodes |= shard.core.actions.nodes()
+            for node in watch.lost(nodes):
+                for shard in list(self._shards.values()):
+                    await shard.node_lost(node)
             metrics.ROLLOUTS.set(sum(shard.core.rollouts for shard in self._shards.values()))
             metrics.POLLS.set(sum(shard.core.polls for shard in self._shards.values()))

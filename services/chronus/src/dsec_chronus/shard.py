@@ -15,6 +15,7 @@ from dsec_chronus import metrics
 from dsec_chronus.checkpoint_doors import CheckpointDoors
 from dsec_chronus.config import ChronusConfig
 from dsec_chronus.effects import (
+    Announce,
     Answer,
     Collect,
     DropCheckpoint,
@@ -291,8 +292,18 @@ class Shard:
                     await self._answer(effect)
                 case Perform() | DropCheckpoint() | Collect():
                     self._nodes.do(effect)
+                case Announce():
+                    await self._announce(effect)
                 case _:
                     assert_never(effect)
+
+    async def _announce(self, effect: Announce) -> None:
+        rollout_id = ScopedId.parse(effect.event.rollout_id, "rollout id")
+        try:
+            subject = subjects.rollout_event(effect.project, rollout_id, effect.what)
+            await self._bus.publish(subject, effect.event)
+        except DsecError as error:
+            log.warning("an event was not published", shard=self.name, error=error.message)
 
     async def _answer(self, effect: Answer | Refuse) -> None:
         caller = self._callers.pop(effect.request_id, None)

@@ -38,8 +38,8 @@ ReplyT = TypeVar("ReplyT", bound=Message)
 class AgentGateway(Protocol):
     """What the agent sockets need of the platform. Every call may be repeated."""
 
-    async def last_seq(self, record: SandboxRecord, deadline: float) -> int:
-        """Return the number of the rollout's newest report."""
+    async def inspect(self, record: SandboxRecord, deadline: float) -> RolloutInfo:
+        """Return how far the rollout has come."""
         ...
 
     async def report(
@@ -137,14 +137,13 @@ class ChronusGateway:
         self._node = node
         self._clock = clock
 
-    async def last_seq(self, record: SandboxRecord, deadline: float) -> int:
-        """Return the number of the rollout's newest report.
+    async def inspect(self, record: SandboxRecord, deadline: float) -> RolloutInfo:
+        """Return how far the rollout has come.
 
         Raises:
             DsecError: ``not_found`` without such a rollout; ``unavailable`` at the deadline.
         """
-        info = await self._ask(record, "inspect", InspectRollout(), RolloutInfo, deadline)
-        return info.last_seq
+        return await self._ask(record, "inspect", InspectRollout(), RolloutInfo, deadline)
 
     async def report(
         self, record: SandboxRecord, seq: int, stage: str, payload: bytes, deadline: float

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Final, assert_never
 
+import msgspec
+
 from dsec_common.clock import Clock
 from dsec_common.errors import DsecError, ErrorCode, not_found
 from dsec_common.wire.rollout import FeedbackState
@@ -132,8 +134,12 @@ class AgentSession:
 
     async def _hello(self) -> Json:
         last_seq = 0
+        begins: Json = {}
         if self._record.rollout_id:
-            last_seq = await self._gateway.last_seq(self._record, self._deadline(REPORT_TIMEOUT_S))
+            info = await self._gateway.inspect(self._record, self._deadline(REPORT_TIMEOUT_S))
+            last_seq = info.last_seq
+            if info.restoration is not None:
+                begins["restoration"] = msgspec.structs.asdict(info.restoration)
         return {
             "protocol": PROTOCOL_VERSION,
             "sandbox_id": str(self._record.scoped_id(self._node)),
@@ -141,6 +147,7 @@ class AgentSession:
             "last_seq": last_seq,
             "payload_max_bytes": PAYLOAD_MAX_BYTES,
             "frame_max_bytes": FRAME_MAX_BYTES,
+            **begins,
         }
 
     async def _report(self, request: Report | Step) -> Json:
@@ -150,7 +157,7 @@ class AgentSession:
             return await self._report_as(request.seq, request.stage, payload)
         async with self._numbering:
             deadline = self._deadline(REPORT_TIMEOUT_S)
-            seq = await self._gateway.last_seq(self._record, deadline) + 1
+            seq = (await self._gateway.inspect(self._record, deadline)).last_seq + 1
             return await self._report_as(seq, request.stage, payload)
 
     async def _report_as(self, seq: int, stage: str, payload: bytes) -> Json:

@@ -116,6 +116,20 @@ class RolloutRolledBack(Message, frozen=True, kw_only=True):
     last_seq: int
 
 
+class RolloutPutBack(Message, frozen=True, kw_only=True):
+    """Event: a rollout is as it was after report ``step``, and goes on in ``sandbox_id``.
+
+    ``reason`` is ``rollback``, or ``node_lost``: nobody asked, start the agent there. Told at most
+    once; the rollout itself says so until it is put back again (``restoration``).
+    """
+
+    rollout_id: str
+    step: int
+    sandbox_id: str
+    reason: str
+    last_seq: int
+
+
 class BranchRollout(Message, frozen=True, kw_only=True):
     """Trainer: make rollouts of the newest checkpoint at or before a step, each with a sandbox.
 

@@ -1,0 +1,46 @@
+"""Which nodes are gone, as far as their heartbeats tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dsec_common import subjects
+from dsec_common.bus import Bus, Request
+from dsec_common.clock import Clock
+from dsec_common.wire.node import NodeHeartbeat
+
+
+class NodeWatch:
+    """Hears the nodes; silence counts only while they could have been heard.
+
+    Args:
+        bus: a connected bus.
+        clock: counts silence.
+        lost_after_s: how much of it means that a node is gone.
+    """
+
+    def __init__(self, bus: Bus, clock: Clock, lost_after_s: float) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._lost_after_s = lost_after_s
+        self._heard: dict[str, float] = {}
+        self._listening_since = clock.monotonic()
+
+    async def start(self) -> None:
+        """Listen until the connection is closed."""
+        await self._bus.subscribe(subjects.HEARTBEATS, NodeHeartbeat, self._on_heartbeat)
+        self._listening_since = self._clock.monotonic()
+
+    async def _on_heartbeat(self, request: Request[NodeHeartbeat]) -> None:
+        self._heard[request.tokens[-1]] = self._clock.monotonic()
+
+    def lost(self, nodes: Iterable[str]) -> list[str]:
+        """Return those that are gone; to be asked several times in ``lost_after_s``."""
+        now = self._clock.monotonic()
+        if not self._bus.connected:
+            self._listening_since = now
+        return [
+            node
+            for node in nodes
+            if now - max(self._heard.get(node, 0.0), self._listening_since) > self._lost_after_s
+        ]

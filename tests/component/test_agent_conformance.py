@@ -114,6 +114,7 @@ async def test_a_client_reports_waits_and_is_refused(node: Node, language: str) 
                 "sandbox_id": f"{NODE}.01sandbox",
                 "rollout_id": node.rollout.id,
                 "last_seq": 0,
+                "tools": [],
                 "payload_max_bytes": PAYLOAD_MAX_BYTES,
                 "frame_max_bytes": FRAME_MAX_BYTES,
             }

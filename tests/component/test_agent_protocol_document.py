@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
 from pathlib import Path
 from typing import Any
 
-from agent_world import agent_world
+import msgspec
+
+from agent_world import AgentWorld, agent_world, sandbox_record
+from dsec_common.clock import SystemClock
+from dsec_common.wire.network import NetworkMode, NetworkPolicy
+from dsec_common.wire.tools import NodeTools, ToolTerms
 from dsec_sandboxd.agent_limits import AgentLimits
 from dsec_sandboxd.agent_protocol import FRAME_MAX_BYTES, PAYLOAD_MAX_BYTES
+from dsec_sandboxd.state_database import StateDatabase
+from dsec_sandboxd.tools.desk import ToolDesk
+from dsec_sandboxd.tools.rates import CallRates
+from tool_names import Names
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "agent-protocol.md"
 
@@ -55,12 +65,38 @@ def speak(path: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return answers
 
 
+async def run_tools(world: AgentWorld, database: StateDatabase, directory: Path) -> None:
+    """Have the sandbox be of a contract with a client that may reach anything."""
+    desk = ToolDesk(
+        Names(),
+        None,
+        CallRates(database, SystemClock().monotonic),
+        SystemClock(),
+        network_of=lambda record: record.tools.network if record.tools else None,
+        log=world.gateway.log,
+    )
+    world.server.run_tools(desk)
+    terms = {"http_client": ToolTerms(permissions=("network_access",))}
+    tools = NodeTools(terms=terms, network=NetworkPolicy(mode=NetworkMode.OPEN))
+    await world.server.open(msgspec.structs.replace(sandbox_record(), tools=tools), directory)
+
+
 async def test_its_examples_are_answered_as_it_says_through_its_own_client(tmp_path: Path) -> None:
     asked = examples()
-    assert {request["op"] for request, _ in asked} == {"hello", "report", "await", "step", "log"}
-    async with agent_world(tmp_path) as world:
-        await world.gateway.give(1, {"do": "x"}, reward=0.5)
-        answers = await asyncio.to_thread(speak, str(world.path), [request for request, _ in asked])
+    assert {request["op"] for request, _ in asked} == {
+        "hello",
+        "report",
+        "await",
+        "step",
+        "log",
+        "tool",
+    }
+    with contextlib.closing(StateDatabase(tmp_path / "rates")) as database:
+        async with agent_world(tmp_path) as world:
+            await run_tools(world, database, tmp_path)
+            await world.gateway.give(1, {"do": "x"}, reward=0.5)
+            requests = [request for request, _ in asked]
+            answers = await asyncio.to_thread(speak, str(world.path), requests)
     for (request, expected), answer in zip(asked, answers, strict=True):
         assert shown(answer) == expected, request
 

@@ -80,6 +80,7 @@ async def test_hello_says_who_the_socket_says_one_is(world: AgentWorld) -> None:
             "sandbox_id": f"{NODE}.{LOCAL}",
             "rollout_id": "s0.01rollout",
             "last_seq": 0,
+            "tools": [],
             "payload_max_bytes": PAYLOAD_MAX_BYTES,
             "frame_max_bytes": FRAME_MAX_BYTES,
         },

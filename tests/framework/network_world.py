@@ -268,6 +268,7 @@ class NetworkWorld:
     networks: Networks
     directory: Path
     names: NameServer
+    settings: NetworkSettings
     hosts: dict[str, Host] = field(default_factory=dict)
     denied: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
     records: dict[str, SandboxRecord] = field(default_factory=dict)
@@ -279,14 +280,15 @@ class NetworkWorld:
         upstream = await names.start()
         denied: list[tuple[str, Mapping[str, str]]] = []
         directory = world.directory / "network"
+        given = NetworkSettings(**{"upstreams": (upstream,), "uplink": MANUAL} | settings)
         networks = Networks(
             "test-node",
             world.kernel,
             directory,
-            NetworkSettings(**{"upstreams": (upstream,), "uplink": MANUAL} | settings),
+            given,
             lambda record, told: denied.append((record.local, told)),
         )
-        return cls(world, networks, directory, names, denied=denied)
+        return cls(world, networks, directory, names, given, denied=denied)
 
     @classmethod
     async def start(cls, world: World, **settings: Any) -> NetworkWorld:

@@ -16,6 +16,7 @@ restarted. One channel serves one thread; a process may hold several.
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import struct
@@ -178,6 +179,32 @@ class AgentChannel:
             }
         )
 
+    def call_tool(
+        self, tool: str, call: str, arguments: Json, timeout_s: float
+    ) -> tuple[Json, bytes]:
+        """Have the node make a call of a tool; return its result, and its body.
+
+        It is asked for once: what became of a call whose answer is lost is not known here.
+
+        Args:
+            tool: one of those that ``hello`` names in ``tools``.
+            call: which of its calls.
+            arguments: as the protocol has them.
+            timeout_s: how long to wait for each part of the answer.
+
+        Raises:
+            AgentError: the node's refusal; ``unavailable`` when the answer is lost.
+        """
+        body = _encoded({"op": "tool", "tool": tool, "call": call, "arguments": arguments})
+        parts = bytearray()
+        try:
+            return self._ask_once(body, timeout_s + _MARGIN_S, parts), bytes(parts)
+        except (OSError, _Lost) as error:
+            self.close()
+            raise AgentError(
+                "unavailable", f"the node's answer was lost ({error}); the call may have been made"
+            ) from error
+
     def close(self) -> None:
         """Close the connection; a later request opens a new one."""
         connection, self._socket = self._socket, None
@@ -235,7 +262,7 @@ class AgentChannel:
                     ) from error
                 time.sleep(next(pauses_s))
 
-    def _ask_once(self, body: bytes, timeout_s: float) -> Json:
+    def _ask_once(self, body: bytes, timeout_s: float, parts: bytearray | None = None) -> Json:
         connection = self._connected()
         self._last_id += 1
         head = b'{"id":%d,' % self._last_id
@@ -243,6 +270,10 @@ class AgentChannel:
         connection.sendall(struct.pack(">I", len(head) + len(body) - 1) + head + body[1:])
         while True:
             reply = self._next_frame(connection)
+            if "part" in reply:
+                if parts is not None and reply.get("id") == self._last_id:
+                    parts += base64.b64decode(reply["part"])
+                continue
             error = reply.get("error")
             if reply.get("id") == self._last_id or (reply.get("id") is None and error):
                 break  # an answer to an earlier request, given up long ago, is passed over

@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from enum import Flag, auto
+from functools import partial
 from typing import Final, Protocol
 
 import structlog
@@ -20,8 +21,11 @@ from dsec_sandboxd.agent_protocol import (
     HEADER_BYTES,
     AgentRequest,
     Log,
+    RequestId,
+    Tool,
     decode_request,
     encode_error,
+    encode_part,
     encode_result,
     frame_length,
     request_id_of,
@@ -98,6 +102,7 @@ class AgentConnection:
         self._closed = False
         self._frame_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._taken: asyncio.Future[None] | None = None
         self._rate_timer: asyncio.TimerHandle | None = None
         self._loop.add_reader(peer, self._readable)
 
@@ -209,7 +214,11 @@ class AgentConnection:
                 answer = encode_error(request.id, error)
             self._send(answer)
             return
-        self._rate.charge(len(body) // self._limits.bytes_per_request)
+        limits = self._limits
+        # A tool's call is written down, too, refused or not.
+        is_logged = isinstance(request, Tool)
+        one_more = limits.log_bytes_per_request if is_logged else limits.bytes_per_request
+        self._rate.charge(len(body) // one_more)
         task = self._loop.create_task(self._answer(request, release))
         self._tasks.add(task)
         task.add_done_callback(self._answered)
@@ -230,7 +239,7 @@ class AgentConnection:
     async def _answer(self, request: AgentRequest, release: Callable[[], None]) -> None:
         request_id = request.id
         try:
-            result = await self._session.answer(request, release)
+            result = await self._session.answer(request, release, partial(self._part, request_id))
             frame = encode_result(request_id, result)
         except DsecError as error:
             frame = encode_error(request_id, error)
@@ -243,6 +252,14 @@ class AgentConnection:
         finally:
             release()
         self._send(frame)
+
+    async def _part(self, request_id: RequestId, data: bytes) -> None:
+        """Send a piece of an answer once those before it are taken: they are not piled up here."""
+        while self._unsent and not self._closed:
+            if self._taken is None:
+                self._taken = self._loop.create_future()
+            await asyncio.shield(self._taken)
+        self._send(encode_part(request_id, data))
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -286,6 +303,9 @@ class AgentConnection:
         del self._unsent[:sent]
         if not self._unsent:
             self._loop.remove_writer(self._peer)
+            if self._taken is not None:
+                self._taken.set_result(None)
+                self._taken = None
             if self._write_timer is not None:
                 self._write_timer.cancel()
                 self._write_timer = None

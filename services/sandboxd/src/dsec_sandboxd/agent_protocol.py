@@ -77,7 +77,15 @@ class Log(_Request, frozen=True, kw_only=True, tag="log"):
     ] = msgspec.field(default_factory=dict)
 
 
-AgentRequest: TypeAlias = Hello | Report | Await | Step | Log
+class Tool(_Request, frozen=True, kw_only=True, tag="tool"):
+    """Have the node make a call of a tool; what it returns comes in parts."""
+
+    tool: _Word
+    call: _Word
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+AgentRequest: TypeAlias = Hello | Report | Await | Step | Log | Tool
 
 
 class _OnlyId(msgspec.Struct):
@@ -158,6 +166,11 @@ def encode_result(request_id: RequestId | None, result: dict[str, Any]) -> bytes
         raise DsecError(
             ErrorCode.UNSUPPORTED, f"the feedback cannot be written as JSON: {error}"
         ) from error
+
+
+def encode_part(request_id: RequestId, data: bytes) -> bytes:
+    """Return a frame with a piece of an answer, whose result comes later; as Base64."""
+    return _frame({"id": request_id, "part": data})
 
 
 def encode_error(request_id: RequestId | None, error: DsecError) -> bytes:

@@ -26,11 +26,14 @@ from dsec_sandboxd.agent_protocol import (
     Log,
     Report,
     Step,
+    Tool,
     packed_payload,
 )
 from dsec_sandboxd.ports import Uses
 from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.step_log import PLATFORM_ACTIONS
+from dsec_sandboxd.tools.desk import ToolDesk
+from dsec_sandboxd.tools.http import Part
 
 #: How long a report is tried again while the platform is away, before the agent is told so.
 REPORT_TIMEOUT_S: Final = 30.0
@@ -52,13 +55,16 @@ class AgentSession:
         gateway: AgentGateway,
         clock: Clock,
         uses: Uses | None = None,
+        *,
+        tools: ToolDesk | None = None,
     ) -> None:
-        """Take whose session it is, the way out, and who counts that the sandbox is in use."""
+        """Take whose session it is, the way out, who counts its uses, and who runs its tools."""
         self._record = record
         self._node = node
         self._gateway = gateway
         self._clock = clock
         self._uses = uses
+        self._tools = tools
         self._numbering = asyncio.Lock()
         self._logged_seq = 0
         self._answered_seq = 0
@@ -68,25 +74,28 @@ class AgentSession:
         """The sandbox."""
         return self._record.local
 
-    async def answer(self, request: AgentRequest, sent: Callable[[], None]) -> Json:
+    async def answer(self, request: AgentRequest, sent: Callable[[], None], part: Part) -> Json:
         """Do what is asked and return the result.
 
         Args:
             request: any but a :class:`Log`, which :meth:`log` takes without waiting.
             sent: called when the request's payload is no longer needed.
+            part: takes what is to be told before the result.
 
         Raises:
             DsecError: the refusal, for the agent.
         """
         if self._uses is None:
-            return await self._do(request, sent)
+            return await self._do(request, sent, part)
         self._uses.began(self.local)
         try:
-            return await self._do(request, sent)
+            return await self._do(request, sent, part)
         finally:
             self._uses.ended(self.local)
 
-    async def _do(self, request: AgentRequest, sent: Callable[[], None]) -> Json:
+    async def _do(  # noqa: PLR0911  one for each kind of request
+        self, request: AgentRequest, sent: Callable[[], None], part: Part
+    ) -> Json:
         match request:
             case Hello():
                 return await self._hello()
@@ -104,6 +113,8 @@ class AgentSession:
                 return await self._await(accepted["seq"], wait_s)
             case Log():
                 return self.log(request)
+            case Tool():
+                return await self._call(request, part)
             case _:
                 assert_never(request)
 
@@ -132,6 +143,13 @@ class AgentSession:
         )
         return {}
 
+    async def _call(self, request: Tool, part: Part) -> Json:
+        if self._tools is None:
+            raise DsecError(ErrorCode.UNSUPPORTED, "this node runs no tools")
+        return await self._tools.call(
+            self._record, request.tool, request.call, request.arguments, part
+        )
+
     async def _hello(self) -> Json:
         last_seq = 0
         begins: Json = {}
@@ -145,6 +163,7 @@ class AgentSession:
             "sandbox_id": str(self._record.scoped_id(self._node)),
             "rollout_id": self._record.rollout_id,
             "last_seq": last_seq,
+            "tools": [] if self._tools is None else self._tools.offered(self._record),
             "payload_max_bytes": PAYLOAD_MAX_BYTES,
             "frame_max_bytes": FRAME_MAX_BYTES,
             **begins,

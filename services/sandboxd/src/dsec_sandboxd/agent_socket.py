@@ -27,6 +27,7 @@ from dsec_sandboxd.agent_session import AgentSession
 from dsec_sandboxd.ports import Uses
 from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.run_directory import SOCKET_NAME
+from dsec_sandboxd.tools.desk import ToolDesk
 
 __all__ = ["SOCKET_NAME", "AgentSocketServer"]
 
@@ -70,11 +71,16 @@ class AgentSocketServer:
         self.budget = ByteBudget(self.limits.large_bytes_all)
         self._doors: dict[str, _Door] = {}
         self._uses: Uses | None = None
+        self._tools: ToolDesk | None = None
         self._by_use: OrderedDict[AgentConnection, None] = OrderedDict()
 
     def count_uses(self, uses: Uses) -> None:
         """Tell ``uses`` of every call from a sandbox, for those that open from now on."""
         self._uses = uses
+
+    def run_tools(self, tools: ToolDesk) -> None:
+        """Have ``tools`` run what agents call, for sockets that open from now on."""
+        self._tools = tools
 
     @property
     def connections(self) -> int:
@@ -89,7 +95,9 @@ class AgentSocketServer:
         Raises:
             DsecError: naming the call that failed.
         """
-        session = AgentSession(record, self._node, self._gateway, self._clock, self._uses)
+        session = AgentSession(
+            record, self._node, self._gateway, self._clock, self._uses, tools=self._tools
+        )
         door = self._doors.get(record.local)
         if door is not None:
             door.session = session

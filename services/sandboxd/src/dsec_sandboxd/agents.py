@@ -9,6 +9,7 @@ from dsec_common.bus import Bus
 from dsec_common.bus_types import Request
 from dsec_common.wire.agent_node import GovernNode
 from dsec_common.wire.consistency import SynchroniseInstance
+from dsec_common.wire.network import NetworkPolicy
 from dsec_common.wire.node import PlaceSandbox
 from dsec_common.wire.sandbox import SandboxCreated
 from dsec_sandboxd.agent_socket import AgentSocketServer
@@ -56,6 +57,16 @@ class Agents:
         """
         self._governing.check_awake(record)
         self.consistency.check_awake(record)
+
+    def tool_network(self, record: SandboxRecord) -> NetworkPolicy | None:
+        """Return what tools that the node runs for a sandbox may reach now; None is nothing.
+
+        That is what its contract says, unless a policy of its agent says something else.
+        """
+        granted = None if record.tools is None else record.tools.network
+        policy = self._governing.governance.policy(record)
+        governed = None if policy is None else policy.governed_network
+        return granted if granted is None or governed is None else governed
 
     def recovered(self, adopted: Iterable[SandboxRecord]) -> None:
         """Bring the sandboxes of an earlier daemon under the rules; it may not have got so far."""

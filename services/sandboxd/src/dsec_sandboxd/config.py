@@ -78,6 +78,9 @@ class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
         network_rule_sets: named sets of rules, beside those that every node knows.
         network_connections_max: open connections of one sandbox to the outside; as many may begin
             at once, and a quarter of it each second.
+        model_server: a server with OpenAI's chat completions that ``llm`` of contracts asks, such
+            as ``http://127.0.0.1:8000/v1``; empty for none.
+        model_server_secret: its key, which no sandbox learns.
         snapshots_directory: where durable snapshots are; empty means
             ``<state_directory>/sandboxd/<node>/snapshots``.
         snapshots_max: how many snapshots one project may have on this node.
@@ -139,6 +142,8 @@ class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
     network_deny: tuple[str, ...] = ()
     network_rule_sets: dict[str, tuple[NetworkRule, ...]] = msgspec.field(default_factory=dict)
     network_connections_max: int = 1024
+    model_server: str = ""
+    model_server_secret: str = ""
     snapshots_directory: str = ""
     snapshots_max: int = 10_000
     snapshot_memory_bytes: int = 2 * GIB
@@ -209,6 +214,8 @@ class SandboxdConfig(ServiceConfig, frozen=True, kw_only=True):
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative")
+        if self.model_server and not self.model_server.startswith(("http://", "https://")):
+            raise ValueError(f"model_server: {self.model_server} is no address of HTTP or HTTPS")
         check_network_settings(
             deny=self.network_deny,
             resolvers=self.network_resolvers,

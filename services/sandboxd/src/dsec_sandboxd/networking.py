@@ -19,6 +19,7 @@ from dsec_sandboxd.gate import Guard
 from dsec_sandboxd.kernel.interface import Kernel
 from dsec_sandboxd.making import Maker
 from dsec_sandboxd.network.networks import Networks
+from dsec_sandboxd.network.outgoing import Outgoing
 from dsec_sandboxd.network_door import DenialSteps, NetworkDoor, settings_of
 from dsec_sandboxd.ports_door import PortsDoor
 from dsec_sandboxd.state import NodeState
@@ -36,13 +37,16 @@ class Networking:
         steps: StepLog,
         maker: Maker,
     ) -> None:
+        settings = settings_of(config)
         self.networks = Networks(
             config.node_name,
             kernel,
             config.run_path / "network",
-            settings_of(config),
+            settings,
             DenialSteps(steps),
         )
+        #: The way of what the node itself asks for sandboxes.
+        self.outgoing = Outgoing(self.networks, settings, config.run_path / "network" / "router")
         self._door = NetworkDoor(state, self.networks, steps)
         self._ports = PortsDoor(state, kernel, self.networks, steps)
         maker.networks = self.networks

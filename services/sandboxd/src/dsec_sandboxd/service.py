@@ -71,6 +71,9 @@ from dsec_sandboxd.snapshot_service import SnapshotService
 from dsec_sandboxd.state import NodeState
 from dsec_sandboxd.step_log import StepLog
 from dsec_sandboxd.times import Times
+from dsec_sandboxd.tools.desk import ToolDesk
+from dsec_sandboxd.tools.models import ModelServer
+from dsec_sandboxd.tools.rates import CallRates
 
 _log: Final = structlog.get_logger(__name__)
 
@@ -239,6 +242,26 @@ class SandboxdService(Service[SandboxdConfig]):
         )
         self._opened.push_async_callback(self._agents.close)
         maker.on_end(self._agents.consistency, self._agents.consistency.sandbox_put_back)
+        self._open_tools(maker, agent_sockets)
+
+    def _open_tools(self, maker: Maker, agent_sockets: AgentSockets) -> None:
+        """Have agents call tools over their sockets, by the networks' way out."""
+        config = self.config
+        rates = self._tool_rates = CallRates(
+            self._sandboxes.parts.store.database, self.clock.monotonic
+        )
+        maker.on_end(rates, rates.sandbox_put_back)
+        models = ModelServer(config.model_server, config.model_server_secret)
+        desk = ToolDesk(
+            self._networking.outgoing,
+            models if config.model_server else None,
+            rates,
+            self.clock,
+            network_of=self._agents.tool_network,
+            log=self._steps.step,
+        )
+        if isinstance(agent_sockets, AgentSocketServer):
+            agent_sockets.run_tools(desk)
 
     def _agent_socket_server(self) -> AgentSockets:
         gateway = ChronusGateway(self.bus, self._steps, self.node, self.clock, self._shard_news)
@@ -269,6 +292,7 @@ class SandboxdService(Service[SandboxdConfig]):
         self._execs.table.recovered(self._state.is_living)
         await self._networking.networks.recovered()
         self._agents.recovered(adopted)
+        self._tool_rates.recovered({record.local for record in adopted})
         await self._sandboxes.finish_rollbacks()
         self._snapshots.recovered()
         self._recovered = True

@@ -36,6 +36,7 @@ PLATFORM_ACTIONS: Final = frozenset(
         "stage",
         "feedback",
         "model_call",
+        "tool_call",
         "delete",
         "end",
         "set_network",

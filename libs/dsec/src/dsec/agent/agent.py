@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, overload
 
@@ -40,7 +41,8 @@ class Agent(abc.ABC):
     contract it may use no tool.
 
     The checks of permissions and limits are the agent's own, so that it learns of a mistake at
-    once. What a sandbox can do is decided outside of it: by its network policy and its limits.
+    once. What a sandbox can do is decided outside of it: by its network policy, its limits, and
+    its node, which makes the calls of tools that need a network.
 
     Attributes:
         tools: further tools by name, beside those of this package and of plug-ins.
@@ -141,7 +143,9 @@ class Agent(abc.ABC):
         with self._opening:
             if name not in self._open:
                 kind = self.tools.get(name) or load_tool(name)
-                desk = Desk(name, self._contract.allowances.get(name), self._over)
+                allowance = self._contract.allowances.get(name)
+                node = partial(self.context.node_tool, name)
+                desk = Desk(name, allowance, self._over, node=node)
                 self._open[name] = kind(desk)
             return self._open[name]
 

@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 from dsec.agent.state import State
 from dsec.agent_channel import DEFAULT_PATH, AgentChannel, AgentError
 from dsec.tools.calls import ToolResult
+from dsec.tools.tool import NodeCall
 from dsec_common.errors import DsecError, ErrorCode, from_os_error
 
 SOCKET_VARIABLE: Final = "DSEC_AGENT_SOCKET"
@@ -79,6 +80,7 @@ class Context:
         path = socket_path or self.usual_socket()
         #: Whether there is a platform: this runs in a sandbox.
         self.in_sandbox = Path(path).exists()
+        self._path = path
         # Steps wait for the trainer for as long as it takes; what is logged must not wait for them.
         self._steps = AgentChannel(path)
         self._log = AgentChannel(path)
@@ -217,7 +219,12 @@ class Context:
             )
 
     def log_call(self, result: ToolResult) -> None:
-        """Write a tool's call as a step of the behaviour log, as the agent protocol has it."""
+        """Write a tool's call as a step of the behaviour log, as the agent protocol has it.
+
+        What the node made is in the log by the node's own word.
+        """
+        if result.by_node:
+            return
         told = {**result.notes, "arguments_sha256": result.call.arguments_sha256}
         if result.error is not None:
             told["error"] = result.error.message
@@ -229,6 +236,20 @@ class Context:
             tokens_out=result.tokens_out,
             attributes=told,
         )
+
+    def node_tool(self, tool: str) -> NodeCall | None:
+        """Return what has the node make a tool's calls; None where it does not."""
+        if tool not in self._hello().get("tools", ()):
+            return None
+
+        def call(
+            method: str, arguments: Mapping[str, Any], timeout_s: float
+        ) -> tuple[Mapping[str, Any], bytes]:
+            # Calls may be long and at once: each has a connection of its own.
+            with AgentChannel(self._path) as channel, _told():
+                return channel.call_tool(tool, method, dict(arguments), timeout_s)
+
+        return call
 
     def close(self) -> None:
         """Close connections and the state's file. Idempotent."""

@@ -62,6 +62,7 @@ class ToolResult:
         tokens_in: tokens that a model read for it.
         tokens_out: tokens that a model wrote for it.
         notes: the call's own particulars for the behaviour log.
+        by_node: the node made the call, and has written it down.
     """
 
     call: ToolCall
@@ -72,6 +73,7 @@ class ToolResult:
     tokens_in: int = 0
     tokens_out: int = 0
     notes: Mapping[str, str] = field(default_factory=dict)
+    by_node: bool = False
 
     @property
     def ok(self) -> bool:

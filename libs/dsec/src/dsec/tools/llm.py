@@ -27,6 +27,15 @@ _CODE_OF_STATUS: Final = {
 }
 _SERVER_ERROR: Final = 500
 _OK: Final = 200
+#: Of a request, what the node takes by name; the rest are options.
+_ARGUMENTS: Final = (
+    "messages",
+    "model",
+    "max_tokens",
+    "temperature",
+    "logprobs",
+    "top_logprobs",
+)
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
@@ -71,7 +80,8 @@ class Completion:
 class Llm(Tool):
     """``llm``, and ``llm_summarizer`` of the same kind. It needs no permission.
 
-    The server is ``OPENAI_BASE_URL`` (such as ``http://127.0.0.1:8000/v1``), with
+    Where ``OPENAI_BASE_URL`` says nothing and the node has a model server, the node asks that.
+    Otherwise the server is ``OPENAI_BASE_URL`` (such as ``http://127.0.0.1:8000/v1``), with
     ``OPENAI_API_KEY`` if there is one. The model, the most tokens that it may write and the
     temperature are the contract's; a call may ask for fewer tokens and another temperature.
 
@@ -144,8 +154,16 @@ class Llm(Tool):
         system: str = "",
         timeout_s: float = _TIMEOUT_S,
     ) -> Iterator[str]:
-        """Yield the model's answer as it is written; a stream that breaks off is an error."""
+        """Yield the model's answer as it is written; a stream that breaks off is an error.
+
+        What the node has a model write comes in one piece.
+        """
         asked = self._asked(prompt, max_tokens, temperature, model, system)
+        by_node = self._by_node(asked, timeout_s)
+        if by_node is not None:
+            if whole_text := self._completion(by_node).text:
+                yield whole_text
+            return
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
         with self._opened(asked, timeout_s) as answer:
             for event in _events(answer):
@@ -185,8 +203,23 @@ class Llm(Tool):
         return {name: value for name, value in asked.items() if value is not None}
 
     def _complete(self, asked: Mapping[str, Any], timeout_s: float) -> Completion:
+        by_node = self._by_node(asked, timeout_s)
+        if by_node is not None:
+            return self._completion(by_node)
         with self._opened(asked, timeout_s) as answer:
             body = whole(answer)
+        return self._completion(body)
+
+    def _by_node(self, asked: Mapping[str, Any], timeout_s: float) -> bytes | None:
+        """Return the completion that the node's model wrote; None where it is to be asked here."""
+        if self.desk.environment.get(BASE_URL_VARIABLE):
+            return None
+        own = {name: asked[name] for name in _ARGUMENTS if name in asked}
+        options = {name: value for name, value in asked.items() if name not in own}
+        answered = self.ask_node({**own, "options": options, "timeout_s": timeout_s}, timeout_s)
+        return None if answered is None else answered[1]
+
+    def _completion(self, body: bytes) -> Completion:
         try:
             told = json.loads(body)
             usage, choice = told.get("usage"), told["choices"][0]
@@ -200,7 +233,7 @@ class Llm(Tool):
             )
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise unavailable(
-                f"{self._base_url} answered with no chat completion: {type(error).__name__}"
+                f"{self.desk.name} was answered with no chat completion: {type(error).__name__}"
             ) from error
         self._count(usage)
         self.note(finish_reason=completion.finish_reason)

@@ -23,6 +23,10 @@ _CALL_MARK: Final = "__dsec_tool_call__"
 _STREAM_MARK: Final = "__dsec_tool_stream__"
 
 
+NodeCall = Callable[[str, Mapping[str, Any], float], tuple[Mapping[str, Any], bytes]]
+"""Has the node make a call, with arguments, within seconds; returns its result and its body."""
+
+
 class Desk:
     """Holds a tool's calls to what the contract allows, and tells of each when it is over."""
 
@@ -32,6 +36,7 @@ class Desk:
         allowance: Allowance | None,
         tell: Callable[[ToolResult], None],
         environment: Mapping[str, str] | None = None,
+        node: Callable[[], NodeCall | None] = lambda: None,
     ) -> None:
         """Take whose desk it is.
 
@@ -41,10 +46,12 @@ class Desk:
             tell: takes each call when it is over, refused ones too; without what it returned, which
                 may be large.
             environment: settings, as environment variables.
+            node: returns what has the sandbox's node make the tool's calls, where it does.
         """
         self.name = name
         self.allowance = allowance or Allowance(tool=name)
         self.environment = os.environ if environment is None else environment
+        self.node = node
         self._named = allowance is not None
         self._tell = tell
         rate = self.allowance.rate
@@ -86,6 +93,8 @@ class _Running:
         self.tokens_in = 0
         self.tokens_out = 0
         self.notes: dict[str, str] = {}
+        self.by_node = False
+        self.method = call.method
         self._tool = tool
         self._call = call
         self._began = time.monotonic()
@@ -122,6 +131,7 @@ class _Running:
                 tokens_in=self.tokens_in,
                 tokens_out=self.tokens_out,
                 notes=self.notes,
+                by_node=self.by_node,
             )
         )
 
@@ -157,6 +167,22 @@ class Tool:
         running.tokens_in += tokens_in
         running.tokens_out += tokens_out
         running.notes.update(notes)
+
+    def ask_node(
+        self, arguments: Mapping[str, Any], timeout_s: float
+    ) -> tuple[Mapping[str, Any], bytes] | None:
+        """Have the node make the call that runs; None where it does not run this tool.
+
+        The node holds it to the contract once more, and writes it down.
+
+        Raises:
+            DsecError: the node's refusal.
+        """
+        running, node = _here.running, self.desk.node()
+        if running is None or node is None:
+            return None
+        running.by_node = True
+        return node(running.method, arguments, timeout_s)
 
 
 def tool_call(

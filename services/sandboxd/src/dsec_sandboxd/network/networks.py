@@ -434,7 +434,7 @@ class Networks:
             self._settings.plan,
             self._ports,
             self._settings.upstreams,
-            is_never=self._is_never,
+            is_never=self.is_never,
             learn=self._learn,
             on_refused=self._name_refused,
         )
@@ -456,7 +456,8 @@ class Networks:
 
     # --- What the node and the kernel tell ----------------------------------------------------
 
-    def _is_never(self, address: Address) -> bool:
+    def is_never(self, address: Address) -> bool:
+        """Return whether nothing is to reach an address, as far as the open router knows."""
         return address in self._node_addresses or self._rules.is_never(address)
 
     def _read_refusals(self) -> None:

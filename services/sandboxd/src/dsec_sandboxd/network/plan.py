@@ -183,6 +183,9 @@ class Rules:
                 table.elements(f"never{version}", *self._never_elements(version)),
             ]
         from_sandbox = nft.meta(nft.META_IIFNAME) + nft.compare(DEVICE_PREFIX.encode())
+        from_elsewhere = nft.meta(nft.META_IIFNAME) + nft.compare(
+            DEVICE_PREFIX.encode(), nft.NOT_EQUAL
+        )
         for version, family in _FAMILY_OF.items():
             own = nft.device_and_source(version) + nft.lookup(f"own{version}")
             requests.append(
@@ -193,6 +196,8 @@ class Rules:
             table.rule("forward", nft.meta(nft.META_IIF), nft.lookup_verdict("out")),
             table.rule("forward", nft.meta(nft.META_OIF), nft.lookup_verdict("in")),
             table.rule("input", nft.meta(nft.META_IIF), nft.lookup_verdict("local")),
+            # Answers to what the node itself asks for sandboxes, from anywhere but a sandbox.
+            table.rule("input", from_elsewhere, nft.in_state("established"), nft.ACCEPT),
             table.rule(
                 "leave",
                 nft.meta(nft.META_OIFNAME),

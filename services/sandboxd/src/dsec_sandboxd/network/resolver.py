@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, cast
 
-import dns.asyncquery
 import dns.exception
 import dns.flags
 import dns.message
@@ -25,14 +24,12 @@ import dns.rcode
 import dns.rdataclass
 import dns.rdatatype
 import dns.rrset
-import structlog
 
 from dsec_common.network_policy import Address
+from dsec_sandboxd.network.lookups import look_up
 from dsec_sandboxd.network.plan import AddressPlan, Port
 from dsec_sandboxd.network.router import ResolverSockets
 from dsec_sandboxd.network.upstreams import Upstream
-
-_log: Final = structlog.get_logger(__name__)
 
 Learn = Callable[[Port, list[tuple[int, Address, float]]], Awaitable[bool]]
 """Allows addresses in the kernel; false when the policy is another one by now."""
@@ -44,7 +41,6 @@ _LOOKUPS_MAX: Final = 512
 _LOOKUPS_OF_ONE_MAX: Final = 32
 _CONNECTIONS_OF_ONE_MAX: Final = 4
 _CONNECTION_IDLE_S: Final = 10.0
-_UPSTREAM_TIMEOUT_S: Final = 3.0
 _UDP_BYTES_MIN: Final = 512
 _UDP_BYTES_MAX: Final = 1232
 _QUERY_BYTES_MAX: Final = 1024
@@ -269,22 +265,7 @@ class Resolver:
     async def _look_up(
         self, name: str, kind: dns.rdatatype.RdataType
     ) -> dns.message.Message | None:
-        query = dns.message.make_query(name, kind, use_edns=0, payload=_UDP_BYTES_MAX)
-        for upstream in self._upstreams:
-            try:
-                found, _ = await dns.asyncquery.udp_with_fallback(
-                    query,
-                    upstream.host,
-                    timeout=_UPSTREAM_TIMEOUT_S,
-                    port=upstream.port,
-                    ignore_unexpected=True,
-                    ignore_errors=True,
-                )
-            except (dns.exception.DNSException, OSError, EOFError, ValueError) as error:
-                _log.info("upstream_failed", upstream=upstream.host, error=type(error).__name__)
-                continue
-            return found
-        return None
+        return await look_up(self._upstreams, name, kind)
 
 
 class _Datagrams(asyncio.DatagramProtocol):

@@ -21,6 +21,7 @@ from dsec.factory import (
     item_of,
     read_spec,
 )
+from dsec.factory.building import RUN_LABEL
 from dsec_common.errors import DsecError, ErrorCode
 from stack import Stack, environment
 
@@ -87,8 +88,10 @@ async def item_from(spec: Path, scratch: Path, seed: int = 0) -> Item:
 async def left_behind(stack: Stack, name: str) -> list[Any]:
     """Return what of a build is still there besides published layers."""
     async with stack.client() as client:
-        sandboxes = await client.list_sandboxes()
-        snapshots = await client.snapshots.list()
+        sandboxes = [it for it in await client.list_sandboxes() if RUN_LABEL in it.labels]
+        snapshots = [
+            it for it in await client.snapshots.list() if it.info and RUN_LABEL in it.info.labels
+        ]
         layers = await client.layers.list(name=f"{name}*")
     unchecked = [layer.reference for layer in layers if "@unchecked" in layer.reference]
     return [*sandboxes, *snapshots, *unchecked]

@@ -78,7 +78,7 @@ async def session_of(sandbox: Sandbox, shell: str) -> None:
         quoted = await session.run("echo \"it's\"; printf 'no newline'")
         assert quoted.stdout == b"it's\nno newline"
         for endless in ("sleep 1000", "while :; do :; done", "cat /dev/zero | sleep 1000"):
-            late = await session.run(f"echo before; {endless}", timeout_s=0.5)
+            late = await session.run(f"echo before; {endless}", timeout_s=1.0)
             assert late.timed_out, endless
             assert late.stdout.startswith(b"before\n")
             assert session.alive, endless
@@ -140,7 +140,7 @@ async def test_the_end_of_a_session_ends_its_tree_and_a_stubborn_shell_is_ended(
         left = await sandbox.exec("cat /proc/[0-9]*/comm | grep -cE 'sleep|python' || true")
         assert left.stdout == b"0\n"
         async with await sandbox.session() as session:
-            late = await session.run("trap '' INT; while :; do :; done", timeout_s=0.3)
+            late = await session.run("trap '' INT; while :; do :; done", timeout_s=1.0)
             assert late.timed_out
             assert not session.alive
 

@@ -112,6 +112,12 @@ class DaemonProcess:
         """End it as the kernel would."""
         assert await self.end(signal.SIGKILL) == -signal.SIGKILL
 
+    async def died(self) -> None:
+        """Return when it has been killed, by whomever."""
+        assert self._process is not None
+        assert await self._process.wait() == -signal.SIGKILL
+        self._process = None
+
     async def finish(self) -> None:
         """Leave nothing: start it once more if it was killed, and stop it orderly."""
         if self._process is None:

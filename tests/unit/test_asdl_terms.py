@@ -197,7 +197,7 @@ def test_layers_are_for_requests_that_name_none() -> None:
 def test_bringing_a_request_under_its_terms_again_changes_nothing() -> None:
     terms = placing_terms(said(WEATHER_FORECASTER))
     once = asked(terms, command=ExecCommand(argv=("a",)))
-    assert under(terms, once, "bot") == once
+    assert under(terms, once, "bot 1") == once
     assert once.deadline_s == 130
     assert terms.tools == {name: said(WEATHER_FORECASTER).tools[name] for name in terms.tools}
     assert terms.tools.keys() == {"http_client", "llm_summarizer"}

@@ -39,6 +39,7 @@ SYSTEM_SUBJECTS = (
     subjects.heartbeat("any"),
     *(subjects.node_request("any", verb) for verb in NODE_VERBS),
     *(subjects.lease(verb) for verb in ("grant", "renew", "release")),
+    *(subjects.node_lease("any", verb) for verb in ("grant", "release")),
     *(
         subjects.rollout_system("any", ANY, verb)
         for verb in (*subjects.ROLLOUT_SYSTEM_VERBS, "open")

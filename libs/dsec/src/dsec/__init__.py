@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from dsec.actions import Action
     from dsec.agent import Agent, ToolCall, ToolResult
     from dsec.agents import Agents
     from dsec.client import DSecClient
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dsec_common.behavior import BehaviorLog
     from dsec_common.compute.model import GpuDemand, ServiceClass
     from dsec_common.errors import DsecError, ErrorCode
+    from dsec_common.wire.action import ActionInfo
     from dsec_common.wire.agent import AgentInfo, AgentPolicy, Governed
     from dsec_common.wire.dag import DagRun, DagSpec, DagStep
     from dsec_common.wire.layer import LayerInfo, LayerKind
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 __version__: Final = "0.1.0"
 
 __all__ = [
+    "Action",
+    "ActionInfo",
     "Agent",
     "AgentInfo",
     "AgentPolicy",
@@ -93,6 +97,8 @@ __all__ = [
 ]
 
 _HOME_OF: Final = {
+    "Action": "dsec.actions",
+    "ActionInfo": "dsec_common.wire.action",
     "Agent": "dsec.agent",
     "AgentInfo": "dsec_common.wire.agent",
     "AgentPolicy": "dsec_common.wire.agent",

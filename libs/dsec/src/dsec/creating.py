@@ -64,6 +64,7 @@ def command_of(
     timeout_s: float = 60.0,
     output_limit_bytes: int = MAX_OUTPUT_BYTES,
     merge_stderr: bool = False,
+    action: str = "",
 ) -> ExecCommand:
     """Return the message for a command: a line for ``/bin/sh``, program and arguments, or itself.
 
@@ -88,6 +89,7 @@ def command_of(
         timeout_s=timeout_s,
         output_limit_bytes=output_limit_bytes,
         merge_stderr=merge_stderr,
+        action=action,
     )
 
 

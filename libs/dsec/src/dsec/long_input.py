@@ -44,6 +44,7 @@ async def run_started(
             stdin=bool(command.stdin),
             merge_stderr=command.merge_stderr,
             timeout_s=command.timeout_s,
+            action=command.action,
         )
     )
     async with process:

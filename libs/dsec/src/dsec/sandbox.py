@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from dsec.actions import Acting
 from dsec.channel import Channel
 from dsec.creating import argv_of, command_of
 from dsec.file_watch import FileWatch
@@ -54,7 +55,7 @@ _FILE_TIMEOUT_S: Final = 30.0
 _DELETE_TIMEOUT_S: Final = 60.0
 
 
-class Sandbox(Closing, Snapshotted):
+class Sandbox(Closing, Acting, Snapshotted):
     """A sandbox that runs, or did.
 
     As an async context manager it deletes the sandbox at the end. One that is not used so lives
@@ -76,12 +77,18 @@ class Sandbox(Closing, Snapshotted):
         self.id = sandbox_id
         self.created = created
         self._first_argv = first_argv
+        self._action = ""
 
     def __repr__(self) -> str:
         return f"Sandbox({self.id!r})"
 
     async def _leave(self) -> None:
         await self.delete()
+
+    def _within_action(self, action_id: str) -> Sandbox:
+        inside = Sandbox(self._channel, self.id, self.created, self._first_argv)
+        inside._action = action_id
+        return inside
 
     @property
     def node(self) -> str:
@@ -151,6 +158,7 @@ class Sandbox(Closing, Snapshotted):
             timeout_s=timeout_s,
             output_limit_bytes=output_limit_bytes,
             merge_stderr=merge_stderr,
+            action=self._action,
         )
 
         if is_long(message):
@@ -221,6 +229,7 @@ class Sandbox(Closing, Snapshotted):
             terminal=size,
             timeout_s=timeout_s,
             labels=dict(labels or {}),
+            action=self._action,
         )
         return await self._start(message)
 

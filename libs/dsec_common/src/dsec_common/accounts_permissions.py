@@ -103,6 +103,7 @@ _SUBSCRIBES: Final[dict[str, tuple[str, ...]]] = {
     "broker": (
         subjects.HEARTBEATS,
         f"{ROOT}.{SYSTEM}.lease.*",
+        f"{ROOT}.{SYSTEM}.node_lease.*.*",
         f"{ROOT}.*.node.*",
         f"{ROOT}.*.lease.force_unlock",
     ),
@@ -183,6 +184,7 @@ def service_permissions(role: str, node: str = "") -> tuple[list[str], list[str]
             f"{ROOT}.*.evt.layer.>",
             f"{ROOT}.{SYSTEM}.rollout.>",
             subjects.instance_report(node),
+            f"{ROOT}.{SYSTEM}.node_lease.{node}.*",
         )
         own_subscribes: tuple[str, ...] = (
             f"{ROOT}.*.sandbox.{node}.*.*",

@@ -122,6 +122,10 @@ SANDBOX_VERBS: Final = (
     "snapshot",
     "fork",
     "rollback",
+    "begin_action",
+    "keep_action",
+    "end_action",
+    "list_actions",
 )
 LAYER_VERBS: Final = ("upload", "import", "list", "inspect", "tag", "remove")
 POOL_VERBS: Final = ("set", "list", "remove")
@@ -349,6 +353,11 @@ def lease(verb: str) -> str:
     return f"{ROOT}.{SYSTEM}.lease.{_verb(verb)}"
 
 
+def node_lease(node_name: str, verb: str) -> str:
+    """Request/reply from a node to the broker about leases on its own: ``grant``, ``release``."""
+    return f"{ROOT}.{SYSTEM}.node_lease.{validate_node(node_name)}.{_verb(verb)}"
+
+
 FIND_WAITING: Final = f"{ROOT}.{SYSTEM}.waiting.find"
 """Request to every scheduler: whoever has what waits answers."""
 
@@ -420,6 +429,11 @@ def any_project(verb_tail: str) -> str:
 def any_project_sandbox(node_name: str, verb: str) -> str:
     """Return the pattern of requests to this node's sandboxes, of every project."""
     return f"{ROOT}.*.sandbox.{validate_node(node_name)}.*.{_verb(verb)}"
+
+
+def any_node_lease(verb: str) -> str:
+    """Return the pattern of :func:`node_lease` for every node."""
+    return f"{ROOT}.{SYSTEM}.node_lease.*.{_verb(verb)}"
 
 
 def any_project_layer(node_name: str, verb: str) -> str:

@@ -128,3 +128,12 @@ def asked_text(demand: GpuDemand) -> str:
     if demand.memory_bytes:
         parts.append(f"with {demand.memory_bytes} bytes of GPU memory")
     return " ".join(parts)
+
+
+def not_the_nodes(lease_id: str, node: str) -> DsecError:
+    """Return the answer for a node that speaks of another one's lease."""
+    return DsecError(
+        ErrorCode.DENIED,
+        f"lease {lease_id} is on no GPU of node {node}",
+        details={"lease_id": lease_id, "node": node},
+    )

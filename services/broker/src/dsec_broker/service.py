@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar, Final, assert_never
@@ -28,7 +29,7 @@ from dsec_broker.effects import (
 )
 from dsec_broker.elastic import ProvidedNode
 from dsec_broker.elastic_keeper import ElasticKeeper
-from dsec_broker.errors import bad_reason
+from dsec_broker.errors import bad_reason, not_the_nodes
 from dsec_broker.events import (
     Ask,
     Event,
@@ -149,6 +150,9 @@ class BrokerService(Service[BrokerConfig]):
         await bus.serve(subjects.lease("release"), ReleaseLease, self._release, queue=QUEUE)
         await bus.serve(subjects.lease("transfer"), TransferLease, self._transfer, queue=QUEUE)
         await bus.serve(subjects.lease("list"), ListLeases, self._list_leases, queue=QUEUE)
+        grant, release = self._grant_to_node, self._release_of_node
+        await bus.serve(subjects.any_node_lease("grant"), GrantLease, grant, queue=QUEUE)
+        await bus.serve(subjects.any_node_lease("release"), ReleaseLease, release, queue=QUEUE)
         await bus.serve(
             subjects.any_project("lease.force_unlock"), ForceUnlock, self._unlock, queue=QUEUE
         )
@@ -193,6 +197,18 @@ class BrokerService(Service[BrokerConfig]):
                 request_id=request_id, asked=asked, local=local, at=self._now()
             ),
         )
+
+    async def _grant_to_node(self, request: Request[GrantLease]) -> Message:
+        """Grant slices of the asking node's own GPUs, whatever node the message names."""
+        asked = msgspec.structs.replace(request.message, node=request.tokens[-2])
+        return await self._grant(replace(request, message=asked))
+
+    async def _release_of_node(self, request: Request[ReleaseLease]) -> Message:
+        """Give back a lease of the asking node, and of no other."""
+        lease_id = request.message.lease_id
+        if ScopedId.parse(lease_id, "lease id").owner != request.tokens[-2]:
+            raise not_the_nodes(lease_id, request.tokens[-2])
+        return await self._release(request)
 
     async def _transfer(self, request: Request[TransferLease]) -> Message:
         asked = request.message

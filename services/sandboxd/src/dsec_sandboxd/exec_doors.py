@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -62,6 +63,12 @@ _SIGNAL_MAX: Final = 64
 _OFFSET_MAX: Final = 2**62
 _M = TypeVar("_M", bound=Message)
 
+Admit = Callable[["SandboxRecord", str, str], "SandboxRecord"]
+"""Notes that a message's command is about to run in an action.
+
+It returns the sandbox as the command is to see it, or raises when the action does not go on.
+"""
+
 
 class ExecDoors:
     """Answers requests about started execs. Each is seen by its own sandbox's project only."""
@@ -85,6 +92,7 @@ class ExecDoors:
         self._steps = steps
         self._timeout_max_s = timeout_max_s
         self._starting: dict[tuple[str, str], asyncio.Task[Exec]] = {}
+        self.admit: Admit
 
     def _record(self, request: Request[_M]) -> SandboxRecord:
         return self._state.running(request.project, local_of(request))
@@ -114,6 +122,8 @@ class ExecDoors:
                 if message.arguments_from:
                     more = self._arguments.get(record.local, message.arguments_from)
                     message = msgspec.structs.replace(message, argv=message.argv + more)
+                if message.action:
+                    record = self.admit(record, message.action, message.message_id)
                 spec = _spec(message, record, self._timeout_max_s)
                 starting = asyncio.create_task(
                     self._start(message, record, spec), name=f"start exec {record.local}"
@@ -130,6 +140,12 @@ class ExecDoors:
         if one.meta.one_shot:
             raise _has_run_a_command()
         return one.info(message.message_id)
+
+    async def started(self, local: str, message_id: str) -> None:
+        """Return when no exec of this message is about to be known."""
+        starting = self._starting.get((local, message_id))
+        if starting is not None:
+            await asyncio.wait({starting})
 
     def _has_started(self, key: tuple[str, str]) -> None:
         self._starting.pop(key, None)

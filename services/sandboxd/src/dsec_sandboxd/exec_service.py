@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from dsec_common.wire.sandbox import ExecCommand, ExecResult
 from dsec_sandboxd.commands import Commands
 from dsec_sandboxd.config import SandboxdConfig
 from dsec_sandboxd.exec_arguments import ArgumentLists
-from dsec_sandboxd.exec_doors import ExecDoors
+from dsec_sandboxd.exec_doors import Admit, ExecDoors
 from dsec_sandboxd.exec_store import ExecStore
 from dsec_sandboxd.exec_table import ExecTable
 from dsec_sandboxd.gate import Gate
@@ -95,6 +96,8 @@ class ExecService:
             end_known=lambda record: uses().end_known(record),
             timeout_max_s=config.exec_timeout_max_s,
         )
+        self._state = state
+        self._admit: Admit
         self._arguments = ArgumentLists(clock)
         self._doors = ExecDoors(
             state,
@@ -105,6 +108,10 @@ class ExecService:
             clock=clock,
             timeout_max_s=config.exec_timeout_max_s,
         )
+
+    def use_actions(self, admit: Admit) -> None:
+        """Take what says whether commands may run in actions, and what they see then."""
+        self._doors.admit = self._admit = admit
 
     def open(self, maker: Maker) -> None:
         """Make the place for output; be told of sandboxes that end or are taken over.
@@ -127,7 +134,7 @@ class ExecService:
         """Take requests. One that waits holds its place, so there are places for all of them."""
         doors = self._doors
         # It waits by itself for an adopted sandbox's commands.
-        run = self._unless_known(inside(self.commands.exec))
+        run = self._unless_known(inside(self._exec))
         await serve(verb("exec"), ExecCommand, run, concurrency=many)
         # What only looks at commands neither wakes a sandbox nor is a use of it.
         looks: tuple[_Verb, ...] = (
@@ -147,6 +154,28 @@ class ExecService:
         )
         for name, kind, handler in uses:
             await serve(verb(name), kind, inside(self._adopted(handler)), concurrency=many)
+
+    async def _exec(self, request: Request[ExecCommand]) -> ExecResult:
+        command = request.message
+        if not command.action:
+            return await self.commands.exec(request)
+        record = self._state.running(request.project, local_of(request))
+        await self.table.adopted(record.local)
+        # From here to its start nothing is waited for: whoever ends the action finds it.
+        record = self._admit(record, command.action, command.message_id)
+        return await self.commands.run(command, record)
+
+    async def end(self, local: str, message_id: str) -> None:
+        """Kill the command of a message and return when it is over; one that is over is fine."""
+        await self.table.adopted(local)
+        await self._doors.started(local, message_id)
+        over = self._one_shots.running((local, message_id))
+        if over is not None and self.commands.cancel(local, message_id):
+            await asyncio.wait({over})
+            return
+        one = self.table.find_message(local, message_id)
+        if one is not None:
+            await one.cancel(0.0)
 
     def _unless_known(
         self, inside: Callable[[Request[ExecCommand]], Awaitable[ExecResult]]

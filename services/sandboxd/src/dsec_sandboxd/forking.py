@@ -130,6 +130,7 @@ class Forks:
             agent_version=parent.agent_version if same_agent else "",
             deadline_s=parent.deadline_s if same_agent else 0.0,
             tools=parent.tools if same_agent else None,
+            action_terms=parent.action_terms if same_agent else None,
             ttl_s=asked.ttl_s,
             network=network,
             setup_network=setup_network,

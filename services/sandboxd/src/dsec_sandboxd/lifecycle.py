@@ -247,6 +247,7 @@ class Sandboxes:
             ttl_s=request.ttl_s,
             deadline_s=request.deadline_s,
             tools=request.tools,
+            action_terms=request.action_terms,
             idle_ttl_s=request.idle_ttl_s,
             idle_action=request.idle_action,
             delete_after=request.delete_after,

@@ -40,6 +40,9 @@ SNAPSHOT_DISK_BYTES: Final = Gauge(
 SNAPSHOTS_NOT_PACKED: Final = Counter(
     "dsec_sandboxd_snapshots_not_packed_total", "Snapshots that could not be made durable"
 )
+ACTIONS: Final = Counter(
+    "dsec_sandboxd_actions_total", "Actions that ended, by how they did", ["outcome"]
+)
 WARM_READY: Final = Gauge("dsec_sandboxd_warm_ready", "Sandboxes made ahead of need that wait")
 WARM_HAND_OUTS: Final = Counter(
     "dsec_sandboxd_warm_hand_outs_total",

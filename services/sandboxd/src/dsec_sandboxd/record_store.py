@@ -9,6 +9,7 @@ import msgspec
 import structlog
 
 from dsec_common.errors import DsecError, ErrorCode, unavailable
+from dsec_sandboxd.actions.store import ActionStore
 from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.state_database import StateDatabase
 
@@ -37,6 +38,7 @@ class RecordStore:
             DsecError: ``unavailable`` when another process has it open or it is damaged.
         """
         self._database = StateDatabase(directory)
+        self.actions = ActionStore(self._database)
         self._not_kept = 0
 
     @property
@@ -64,6 +66,7 @@ class RecordStore:
             del self._database[_PREFIX + local.encode()]
             del self._database[_OUTCOME_PREFIX + local.encode()]
             del self._database[_SEQUENCE_PREFIX + local.encode()]
+            self.actions.delete_all(local)
         except Exception as error:  # noqa: BLE001  it stays until the next start drops it
             _log.warning("record_not_dropped", local=local, error=str(error))
 

@@ -8,6 +8,7 @@ import msgspec
 
 from dsec_common.compute.model import Slice
 from dsec_common.subjects import ScopedId
+from dsec_common.wire.action import ActionTerms
 from dsec_common.wire.layer import CommandDefaults
 from dsec_common.wire.network import NetworkPolicy
 from dsec_common.wire.sandbox import (
@@ -63,6 +64,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         agent_version: which version of its registered agent it is an instance of; empty for none.
         model_rollout_id: the rollout that its model calls go to; empty for no model endpoint.
         tools: the tools of its agent that the node runs.
+        action_terms: what its agent's contract allows its actions.
         identity: by what a later daemon recognises it in the kernel; none before it runs.
     """
 
@@ -107,6 +109,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     asked_as: str = ""
     model_rollout_id: str = ""
     tools: NodeTools | None = None
+    action_terms: ActionTerms | None = None
     defaults: CommandDefaults = msgspec.field(default_factory=CommandDefaults)
 
     def env_for(self, named: Mapping[str, str]) -> Mapping[str, str]:

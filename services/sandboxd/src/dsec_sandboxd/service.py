@@ -30,6 +30,7 @@ from dsec_common.wire.sandbox import (
     DeleteSandbox,
     InspectSandbox,
 )
+from dsec_sandboxd.actions.doors import Actions
 from dsec_sandboxd.admission import LimitMaxima
 from dsec_sandboxd.agent_gateway import ChronusGateway
 from dsec_sandboxd.agent_socket import AgentSocketServer
@@ -190,7 +191,18 @@ class SandboxdService(Service[SandboxdConfig]):
         maker.on_end(self._files, self._files.sandbox_put_back)
         self._pools = PoolKeeper(self._sandboxes, maker, calls_max=config.pool_calls_max)
         stack.push_async_callback(self._pools.close)
+        self._actions = Actions(
+            self._sandboxes,
+            maker,
+            self._execs,
+            holds=layers.holds,
+            directories=directories,
+            bus=self.bus,
+            uses=self._gate,
+        )
         self._open_networks(kernel, maker, agent_sockets)
+        self._actions.use_networks(self._networking.networks, maker)
+        stack.push_async_callback(self._actions.close)
         self._snapshots = SnapshotService(
             config,
             self._sandboxes,
@@ -292,6 +304,7 @@ class SandboxdService(Service[SandboxdConfig]):
         self._execs.table.recovered(self._state.is_living)
         await self._networking.networks.recovered()
         self._agents.recovered(adopted)
+        self._actions.recovered(adopted)
         self._tool_rates.recovered({record.local for record in adopted})
         await self._sandboxes.finish_rollbacks()
         self._snapshots.recovered()
@@ -307,7 +320,7 @@ class SandboxdService(Service[SandboxdConfig]):
         await bus.serve(subjects.node_request(node, "place"), PlaceSandbox, place, max_pending=many)
         await bus.serve(subjects.node_request(node, "list"), ListNodeSandboxes, sandboxes.list)
         await bus.serve(subjects.node_request(node, "pools"), SetNodePools, self._pools.set)
-        leases = LeaseDoor(sandboxes)
+        leases = LeaseDoor(sandboxes, self._actions)
         await bus.serve(subjects.node_request(node, "revoke"), RevokeLease, leases.revoke)
         await bus.serve(subjects.node_request(node, "resize"), ResizeLease, leases.resize)
         retiring = Retiring(sandboxes, self._publish_heartbeat)
@@ -318,6 +331,7 @@ class SandboxdService(Service[SandboxdConfig]):
 
         inside = self._gate.guard
         await self._execs.serve(bus.serve, verb, inside, many)
+        await self._actions.serve(bus.serve, verb, inside)
         states = self._agents.consistency
         inspect = states.inspecting(sandboxes.inspect)
         await bus.serve(verb("inspect"), InspectSandbox, inspect)
@@ -401,8 +415,8 @@ class SandboxdService(Service[SandboxdConfig]):
             gpu_readings=self._equipment.sample.readings,
             machine=self._equipment.machine,
             disk_bytes_available=self._equipment.disk_bytes_available,
-            lease_ids=tuple({*self._state.leases, *self._sandboxes.unnamed_leases}),
-            lease_resizes=self._state.lease_resizes,
+            lease_ids=self._actions.all_leases(self._sandboxes.unnamed_leases),
+            lease_resizes=self._state.lease_resizes | self._actions.lease_resizes,
             labels=self.config.labels,
             version=_VERSION,
             draining=self._state.draining,

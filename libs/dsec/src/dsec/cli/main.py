@@ -14,6 +14,7 @@ import typer
 
 from dsec import __version__
 from dsec.cli import (
+    action,
     agent,
     auth,
     cost,
@@ -57,6 +58,8 @@ for command in (
     files.watch,
 ):
     commands.app.command()(command)
+commands.app.command(context_settings=COMMAND_LAST)(action.action)
+commands.app.command()(action.actions)
 app.add_typer(commands.app, name="sandbox")
 app.add_typer(agent.app, name="agent")
 app.add_typer(dag.app, name="dag")

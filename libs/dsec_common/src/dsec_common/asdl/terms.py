@@ -14,6 +14,7 @@ import msgspec
 from dsec_common.asdl.model import Contract
 from dsec_common.compute.model import GpuDemand
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.wire.action import ActionTerms
 from dsec_common.wire.agent import NETWORK_ACCESS
 from dsec_common.wire.dag import DagRetry
 from dsec_common.wire.network import NetworkMode, NetworkPolicy
@@ -158,6 +159,18 @@ def under(terms: Terms, request: CreateSandbox, agent: str) -> CreateSandbox:
         deadline_s=_shorter(request.deadline_s, terms.deadline_s),
         command=_command(terms, request.command),
         tools=NodeTools(terms=named, network=terms.network) if named else None,
+        action_terms=_action_terms(terms, agent),
+    )
+
+
+def _action_terms(terms: Terms, agent: str) -> ActionTerms | None:
+    if terms.gpu is None and terms.network_allowed is None:
+        return None
+    return ActionTerms(
+        agent=agent,
+        max_cu=terms.gpu.max_cu if terms.gpu else None,
+        network_allowed=terms.network_allowed,
+        network=terms.network,
     )
 
 

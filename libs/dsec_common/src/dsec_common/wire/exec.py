@@ -67,6 +67,7 @@ class StartExec(Message, frozen=True, kw_only=True):
         timeout_s: after it the whole process tree gets TERM, then KILL; 0 means never.
         labels: the caller's own, returned in listings.
         arguments_from: a list of :class:`AddArguments`, which goes behind ``argv``; empty for none.
+        action: the open action that it is a command of, or empty.
     """
 
     argv: tuple[str, ...]
@@ -79,6 +80,7 @@ class StartExec(Message, frozen=True, kw_only=True):
     timeout_s: float = 0.0
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     arguments_from: str = ""
+    action: str = ""
 
 
 class AddArguments(Message, frozen=True, kw_only=True):

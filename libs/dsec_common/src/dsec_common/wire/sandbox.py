@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from dsec_common.compute.model import GpuDemand, ServiceClass
+from dsec_common.wire.action import ActionTerms
 from dsec_common.wire.base import ErrorReply, Message
 from dsec_common.wire.network import NetworkPolicy
 from dsec_common.wire.task import TaskFiles, WarmUse
@@ -120,6 +121,7 @@ class ExecCommand(Message, frozen=True, kw_only=True):
         timeout_s: after it the whole process tree gets TERM, then KILL; at least 0.001.
         output_limit_bytes: kept of each stream; what is more is read and dropped.
         merge_stderr: standard error goes where standard output goes, in the order of printing.
+        action: the open action that it is a command of, or empty.
     """
 
     argv: tuple[str, ...]
@@ -130,6 +132,7 @@ class ExecCommand(Message, frozen=True, kw_only=True):
     timeout_s: float = 60.0
     output_limit_bytes: int = MAX_OUTPUT_BYTES
     merge_stderr: bool = False
+    action: str = ""
 
 
 class ExecResult(Message, frozen=True, kw_only=True):
@@ -199,6 +202,7 @@ class CreateSandbox(Message, frozen=True, kw_only=True):
         deadline_s: the node ends the sandbox after this many seconds, whatever becomes of ``ttl_s``
             and whoever touches it; 0 means never.
         tools: the tools of its agent that its node runs; None for none.
+        action_terms: what its agent's contract allows its actions; None for no contract.
     """
 
     base: str
@@ -230,6 +234,7 @@ class CreateSandbox(Message, frozen=True, kw_only=True):
     model_rollout_id: str = ""
     deadline_s: float = 0.0
     tools: NodeTools | None = None
+    action_terms: ActionTerms | None = None
 
     @property
     def gpu_demand(self) -> GpuDemand | None:

@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dsec.client import DSecClient
 from dsec_common.compute.consistency import CLOCK_TOLERANCE_MS
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.wire.dag import DagRetry, DagSpec, DagStep, RunState, StepState
+from dsec_common.wire.dag import DagRetry, DagSpec, DagStep, DagSummary, RunState, StepState
 from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.dags.converters import Converter
 from dsec_scheduler.dags.runs import RunRecord
@@ -247,6 +248,20 @@ async def test_what_a_step_gives_is_newer_than_all_that_it_was_made_of(world: Wo
         assert steps[name].version_ms >= newest + CLOCK_TOLERANCE_MS
 
 
+async def test_dags_are_listed_by_name_a_page_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec_scheduler.dags.door.LISTING_PAGE_BYTES", 1)
+    assert await world.client.dags.list() == []
+    for name in ("second", "first"):
+        spec = msgspec.structs.replace(diamond(), name=name, description=f"the {name}")
+        await world.client.dags.register(spec)
+    assert await world.client.dags.list() == [
+        DagSummary(name="first", steps=4, description="the first"),
+        DagSummary(name="second", steps=4, description="the second"),
+    ]
+
+
 async def test_a_project_sees_only_its_own_runs(world: World) -> None:
     await world.client.dags.register(diamond())
     await world.client.dags.run("diamond", 3, run_id="r4")
@@ -260,6 +275,7 @@ async def test_a_project_sees_only_its_own_runs(world: World) -> None:
             with pytest.raises(DsecError) as caught:
                 await ask
             assert caught.value.code is ErrorCode.NOT_FOUND
+        assert await other.dags.list() == []
     await world.client.dags.wait("r4", timeout_s=60)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,12 @@ from dsec_common.errors import DsecError, ErrorCode, invalid
 from dsec_common.wire.base import Message, new_id
 from dsec_common.wire.dag import (
     DagInfo,
+    DagList,
     DagRun,
     DagSpec,
+    DagSummary,
     InspectDagRun,
+    ListDags,
     RegisterDag,
     ResumeDagRun,
     RunDag,
@@ -47,6 +51,16 @@ class Dags:
                 fit; ``not_found`` for an agent or a version.
         """
         return await self._ask("register", RegisterDag(spec=dag_spec(spec)), DagInfo)
+
+    async def list(self) -> builtins.list[DagSummary]:
+        """Return the project's DAGs in the order of their names."""
+        found: builtins.list[DagSummary] = []
+        while True:
+            after = found[-1].name if found else ""
+            page = await self._ask("list", ListDags(after=after), DagList)
+            found += page.dags
+            if not page.more or not page.dags:
+                return found
 
     async def run(self, name: str, value: Any = None, *, run_id: str = "") -> DagRun:
         """Begin a run; it goes on whoever waits for it.

@@ -1,4 +1,4 @@
-"""``dsec dag``: register, run, inspect, resume."""
+"""``dsec dag``: register, list, run, inspect, resume."""
 
 from __future__ import annotations
 
@@ -62,6 +62,27 @@ def register(
         output.text(f"{info.name}: {' '.join(info.order)}")
         for one in info.conversions:
             output.text(f"{one.step}.{one.input} is converted: {', '.join(one.converters)}")
+
+    run(work, json=json_output)
+
+
+@app.command("list")
+def list_dags(*, json_output: Json = False) -> None:
+    """List the project's DAGs."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            found = await dsec.dags.list()
+        if output.json:
+            output.document(found)
+            return
+        output.table(
+            ("DAG", "STEPS", "DESCRIPTION"),
+            ((one.name, str(one.steps), one.description or "-") for one in found),
+            empty="no DAG is registered",
+        )
 
     run(work, json=json_output)
 

@@ -92,6 +92,27 @@ class DagInfo(Message, frozen=True, kw_only=True):
     conversions: tuple[DagConversion, ...] = ()
 
 
+class ListDags(Message, frozen=True, kw_only=True):
+    """Ask for the project's DAGs, by name: a page of those after the name ``after``."""
+
+    after: str = ""
+
+
+class DagSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A DAG that is kept: how many steps it has, and what its author says of it."""
+
+    name: str
+    steps: int
+    description: str = ""
+
+
+class DagList(Message, frozen=True, kw_only=True):
+    """A page of DAGs; ``more``: a further one exists, ask with ``after`` the last name."""
+
+    dags: tuple[DagSummary, ...] = ()
+    more: bool = False
+
+
 class RunDag(Message, frozen=True, kw_only=True):
     """Begin a run. The same ``run_id`` again is the same run; empty lets the platform choose."""
 

@@ -13,15 +13,19 @@ from dsec_common.subjects import validate_local
 from dsec_common.wire.base import encode, new_id
 from dsec_common.wire.dag import (
     DagInfo,
+    DagList,
     DagRun,
     DagSpec,
     DagStepRun,
+    DagSummary,
     InspectDagRun,
+    ListDags,
     RegisterDag,
     ResumeDagRun,
     RunDag,
     StepState,
 )
+from dsec_common.wire.sandbox import LISTING_PAGE_BYTES
 from dsec_scheduler.agents import changes
 from dsec_scheduler.agents.registry import Registry
 from dsec_scheduler.dags import runs, schemas
@@ -62,6 +66,20 @@ class DagDoor:
             order=tuple(planned.steps),
             conversions=planned.conversions,
         )
+
+    async def list_dags(self, asked: Request[ListDags]) -> DagList:
+        """Return a page of the project's DAGs."""
+        page: list[DagSummary] = []
+        left_bytes = LISTING_PAGE_BYTES
+        for spec in await self._store.dags(asked.project):
+            if spec.name <= asked.message.after:
+                continue
+            one = DagSummary(name=spec.name, steps=len(spec.steps), description=spec.description)
+            left_bytes -= len(msgspec.json.encode(one))
+            if page and left_bytes < 0:
+                return DagList(dags=tuple(page), more=True)
+            page.append(one)
+        return DagList(dags=tuple(page))
 
     async def run(self, asked: Request[RunDag]) -> DagRun:
         """Begin a run; its steps' versions are those that are active now.

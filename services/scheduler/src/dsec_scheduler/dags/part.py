@@ -8,7 +8,7 @@ from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.clock import Clock
 from dsec_common.wire.base import new_id
-from dsec_common.wire.dag import InspectDagRun, RegisterDag, ResumeDagRun, RunDag
+from dsec_common.wire.dag import InspectDagRun, ListDags, RegisterDag, ResumeDagRun, RunDag
 from dsec_scheduler.agents.registry import Registry
 from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.creation import Creation
@@ -61,6 +61,7 @@ class DagPart:
             return subjects.any_project(f"dag.{name}")
 
         await bus.serve(verb("register"), RegisterDag, door.register, queue=queue)
+        await bus.serve(verb("list"), ListDags, door.list_dags, queue=queue)
         await bus.serve(verb("run"), RunDag, door.run, queue=queue)
         await bus.serve(verb("inspect"), InspectDagRun, door.inspect, queue=queue)
         await bus.serve(verb("resume"), ResumeDagRun, door.resume, queue=queue)

@@ -98,6 +98,12 @@ class DagStore:
         record = await _found(self._dags, f"{project}.{name}", f"DAG {name[:64]!r}")
         return record.spec
 
+    async def dags(self, project: str) -> list[DagSpec]:
+        """Return a project's DAGs in the order of their names."""
+        entries = await self._dags.entries(f"{project}.>")
+        kept = [entry.value.spec for entry in entries if entry.value is not None]
+        return sorted(kept, key=lambda spec: spec.name)
+
     async def run(self, project: str, run_id: str) -> RunRecord:
         """Return a run.
 

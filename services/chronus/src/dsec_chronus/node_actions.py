@@ -169,7 +169,7 @@ class NodeActions:
             return taken
         pack = PackSnapshot(
             snapshot_id=snapshot.snapshot_id,
-            name=f"checkpoint-{self._shard}-{it.begun.local}",
+            name=_layer_name(self._id(it.begun)),
             version=str(it.begun.number),
             kind=LayerKind.TOOLKIT,
             replace=True,
@@ -302,20 +302,21 @@ class NodeActions:
     # --- Leavings -----------------------------------------------------------------------------
 
     async def _drop(self, it: DropCheckpoint) -> None:
-        node = ScopedId.parse(it.taken.snapshot_id).owner
-        delete = DeleteSnapshot(snapshot_id=it.taken.snapshot_id)
         try:
-            if it.taken.layer:
-                await self._forget(
-                    subjects.layer(it.project, node, "remove"),
-                    RemoveLayer(reference=it.taken.layer),
-                    LayerRemoved,
-                )
-            subject = subjects.snapshot(it.project, node, "delete")
-            await self._forget(subject, delete, SnapshotDeleted)
+            await self._delete(it.project, it.taken.snapshot_id, it.taken.layer)
         except DsecError as error:
-            log.warning("a checkpoint was not dropped", node=node, error=error.message)
+            snapshot_id = it.taken.snapshot_id
+            log.warning("a checkpoint was not dropped", snapshot=snapshot_id, error=error.message)
             self._not_dropped.append(it)
+
+    async def _delete(self, project: str, snapshot_id: str, layer: str) -> None:
+        """Delete what is kept for a checkpoint; the snapshot last, by which the rest is found."""
+        node = ScopedId.parse(snapshot_id).owner
+        if layer:
+            remove = subjects.layer(project, node, "remove")
+            await self._forget(remove, RemoveLayer(reference=layer), LayerRemoved)
+        delete = subjects.snapshot(project, node, "delete")
+        await self._forget(delete, DeleteSnapshot(snapshot_id=snapshot_id), SnapshotDeleted)
 
     async def _forget(self, subject: str, message: Message, reply: type[Message]) -> None:
         """Have something deleted that may be gone already."""
@@ -340,11 +341,11 @@ class NodeActions:
             subject = subjects.snapshot(project, node, "list")
             page = await self._bus.request(subject, asked, SnapshotList, timeout_s=_ATTEMPT_S)
             for info in page.snapshots:
-                local = info.labels.get(ROLLOUT_LABEL, "").partition(".")[2]
-                if not self._needs(local, info.snapshot_id):
-                    delete = DeleteSnapshot(snapshot_id=info.snapshot_id)
-                    gone = subjects.snapshot(project, node, "delete")
-                    await self._forget(gone, delete, SnapshotDeleted)
+                rollout_id = info.labels.get(ROLLOUT_LABEL, "")
+                if not self._needs(rollout_id.partition(".")[2], info.snapshot_id):
+                    number = info.labels.get(ACTION_LABEL, "")
+                    layer = f"{_layer_name(rollout_id)}@{number}"
+                    await self._delete(project, info.snapshot_id, layer)
             more = page.more and bool(page.snapshots)
             after = page.snapshots[-1].snapshot_id if page.snapshots else ""
 
@@ -373,3 +374,7 @@ class NodeActions:
             if sandbox_id is None or error.code is ErrorCode.EXHAUSTED:
                 raise error
             raise node_silent(sandbox_id.owner, error.message)
+
+
+def _layer_name(rollout_id: str) -> str:
+    return f"checkpoint-{rollout_id.replace('.', '-')}"

@@ -339,7 +339,7 @@ class ModelSession:
             deadline = self._clock.monotonic() + _REPORT_S
             try:
                 if self._seq is None:
-                    self._seq = await self._gateway.last_seq(self._record, deadline)
+                    self._seq = (await self._gateway.inspect(self._record, deadline)).last_seq
                 for payload in payloads:
                     packed = msgspec.msgpack.encode(payload)
                     await self._gateway.report(self._record, self._seq + 1, stage, packed, deadline)

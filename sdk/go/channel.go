@@ -39,9 +39,11 @@ type About struct {
 	// RolloutID is empty when the sandbox serves none.
 	RolloutID string `json:"rollout_id"`
 	// LastSeq is the number of the rollout's newest report; 0 when there is none.
-	LastSeq         int64 `json:"last_seq"`
-	PayloadMaxBytes int   `json:"payload_max_bytes"`
-	FrameMaxBytes   int   `json:"frame_max_bytes"`
+	LastSeq int64 `json:"last_seq"`
+	// Tools are those that the node calls for the sandbox.
+	Tools           []string `json:"tools"`
+	PayloadMaxBytes int      `json:"payload_max_bytes"`
+	FrameMaxBytes   int      `json:"frame_max_bytes"`
 }
 
 // Feedback is the trainer's answer to a report.

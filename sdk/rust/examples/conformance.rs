@@ -54,6 +54,7 @@ fn answer(channel: &mut Channel, asked: &Value) -> Result<Value, Error> {
                 "sandbox_id": about.sandbox_id,
                 "rollout_id": about.rollout_id,
                 "last_seq": about.last_seq,
+                "tools": about.tools,
                 "payload_max_bytes": about.payload_max_bytes,
                 "frame_max_bytes": about.frame_max_bytes,
             }))

@@ -31,6 +31,8 @@ pub struct About {
     pub rollout_id: String,
     /// The number of the rollout's newest report; 0 when there is none.
     pub last_seq: u64,
+    /// The tools that the node calls for the sandbox.
+    pub tools: Vec<String>,
     /// The longest payload.
     pub payload_max_bytes: u64,
     /// The longest frame.
@@ -117,6 +119,13 @@ impl Channel {
             sandbox_id: text("sandbox_id"),
             rollout_id: text("rollout_id"),
             last_seq: number("last_seq"),
+            tools: told["tools"].as_array().map_or(Vec::new(), |tools| {
+                tools
+                    .iter()
+                    .filter_map(Value::as_str)
+                    .map(String::from)
+                    .collect()
+            }),
             payload_max_bytes: number("payload_max_bytes"),
             frame_max_bytes: number("frame_max_bytes"),
         };

@@ -172,6 +172,7 @@ async def test_whoever_listens_and_the_agent_are_told_of_a_rollback(
             assert (told["restoration"]["step"], told["restoration"]["reason"]) == (0, "rollback")
             async for event in events:
                 if isinstance(event, RolloutPutBack) and event.rollout_id == rollout.id:
+                    assert (event.step, event.sandbox_id) == (0, sandbox.id)
+                    assert event.reason == "rollback"
                     break
-            assert (event.step, event.sandbox_id, event.reason) == (0, sandbox.id, "rollback")
         await rollout.close()

@@ -12,6 +12,7 @@ import pytest
 
 import killing_chronus
 from dsec import DSecClient, DsecError
+from dsec.events import EventStream
 from dsec_common.wire.checkpoint import RolloutPutBack
 from dsec_common.wire.sandbox import SandboxState
 from stack import Stack, pid_of
@@ -54,6 +55,13 @@ def base(stack: Stack) -> str:
 async def snapshots_of(client: DSecClient, rollout_id: str) -> list[str]:
     found = await client.snapshots.list(labels={"dsec-rollout": rollout_id})
     return [one.id for one in found]
+
+
+async def put_back(events: EventStream, rollout_id: str) -> RolloutPutBack:
+    async for event in events:
+        if isinstance(event, RolloutPutBack) and event.rollout_id == rollout_id:
+            return event
+    raise AssertionError
 
 
 def kill_at(kill_file: Path, moment: str) -> None:
@@ -122,6 +130,26 @@ async def test_no_branch_is_made_twice(stack: Stack, base: str, kill_file: Path)
         await rollout.close()
 
 
+async def test_what_no_checkpoint_needs_is_collected_and_nothing_else(
+    stack: Stack, base: str
+) -> None:
+    async with stack.client() as client, asyncio.timeout(PATIENCE_S):
+        rollout = await client.rollouts.open()
+        shard = rollout.id.partition(".")[0]
+        labels = {"dsec-rollout": rollout.id, "dsec-action": "99", "dsec-shard": shard}
+        async with await client.create_sandbox(base, rollout_id=rollout.id) as sandbox:
+            kept = await rollout.checkpoint(sandbox=sandbox, durable=True)
+            left = await sandbox.snapshot(labels=labels, wait_durable=True)
+            layer = await left.pack_diff(f"checkpoint-{rollout.id.replace('.', '-')}", "99")
+        with pytest.raises(DsecError):  # as one that a node took too late
+            await rollout.checkpoint(sandbox=sandbox)
+        while await snapshots_of(client, rollout.id) != [kept.snapshot_id]:
+            await asyncio.sleep(0.1)
+        names = {it.reference for it in await client.layers.list(name=layer.reference[:-3])}
+        assert names == {kept.layer}
+        await rollout.close()
+
+
 async def test_a_rollout_goes_on_on_another_node_when_its_own_is_lost(
     stack: Stack, base: str
 ) -> None:
@@ -136,9 +164,7 @@ async def test_a_rollout_goes_on_on_another_node_when_its_own_is_lost(
         daemon = pid_of(stack, f"sandboxd-{sandbox.node}")
         os.kill(daemon, signal.SIGSTOP)
         try:
-            async for event in events:
-                if isinstance(event, RolloutPutBack) and event.rollout_id == rollout.id:
-                    break
+            event = await put_back(events, rollout.id)
             assert event.reason == "node_lost"
             other = client.sandbox(event.sandbox_id)
             assert other.node != sandbox.node

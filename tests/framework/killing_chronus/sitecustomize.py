@@ -30,7 +30,7 @@ def kill_when(asked: Path) -> None:
             asked.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    async def appended(journal: Journal, wanted: WriteFrame) -> int:
+    async def appended(self: Journal, wanted: WriteFrame) -> int:
         kinds = {type(record) for record in wanted.records}
         moments = [
             name
@@ -39,7 +39,7 @@ def kill_when(asked: Path) -> None:
         ]
         for name in moments:
             reached(f"before_{name}")
-        sequence = await append(journal, wanted)
+        sequence = await append(self, wanted)
         for name in moments:
             reached(f"after_{name}")
         return sequence

@@ -5,24 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
-import zipfile
 from collections.abc import AsyncIterator
-from importlib.metadata import Distribution, PackagePath, distribution
-from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from dsec import CommandFailed, DsecError, Sandbox
 from dsec.client import DSecClient
 from dsec.model_relay import HttpEngine, ModelRelay
 from dsec.rollouts import Rollout
-from model_engine import ScriptedServer, scripted_server
+from installed_layers import FOUND, import_installed, unpacked
+from model_engine import END, ScriptedServer, scripted_server, tokens_of
 from stack import Stack, pid_of
 
 HARNESS = """
@@ -43,6 +38,15 @@ print(anthropic.Anthropic().messages.create(
     model="any", max_tokens=100, messages=[{"role": "user", "content": "and you?"}]
 ).content[0].text)
 """
+MINI = ["python3", "-m", "minisweagent.run.mini", "--yolo", "--exit-immediately"]
+#: It asks for nothing before its first task, and for no price of a model that it does not know.
+MINI_ENV = {
+    "MSWEA_CONFIGURED": "true",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "PYTHON_DOTENV_DISABLED": "true",  # it looks for its caller's file, which is in an archive
+    "LITELLM_LOCAL_MODEL_COST_MAP": "true",
+}
+ROOMY: Any = {"memory_bytes": 1 << 30, "disk_bytes": 512 << 20}
 ONE_CALL = """
 import json, os, urllib.request
 request = urllib.request.Request(
@@ -53,58 +57,16 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
 """
 
 
-def _installed(*names: str) -> list[Distribution]:
-    """Return distributions, and all that they need."""
-    found: dict[str, Distribution] = {}
-    wanted = list(names)
-    while wanted:
-        name = canonicalize_name(wanted.pop())
-        if name not in found:
-            found[name] = distribution(name)
-            needs = map(Requirement, found[name].requires or ())
-            wanted += [
-                it.name for it in needs if not it.marker or it.marker.evaluate({"extra": ""})
-            ]
-    return list(found.values())
-
-
-def _add(pure: zipfile.ZipFile, files: list[PackagePath]) -> None:
-    """Add a distribution to an archive that Python imports from, compiled where it is here."""
-    known = set(pure.namelist())
-    for file in files:
-        for parent in list(file.parents)[-2::-1]:
-            if f"{parent}/" not in known:  # a name space of packages is found by its directory
-                pure.mkdir(str(parent))
-                known.add(f"{parent}/")
-        source = Path(str(file.locate()))
-        compiled = Path(cache_from_source(source)) if file.suffix == ".py" else source
-        if compiled == source or not compiled.exists():
-            pure.write(source, str(file))
-        else:
-            pure.write(compiled, str(file.with_suffix(".pyc")))
-
-
 @pytest.fixture(scope="session")
-def clients(stack: Stack, base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A toolkit with the clients, as they are installed here."""
-    place = tmp_path_factory.mktemp("clients") / "opt" / "clients"
-    place.mkdir(parents=True)
-    with zipfile.ZipFile(place / "pure.zip", "w") as pure:
-        for found in _installed("openai", "anthropic"):
-            files = [it for it in found.files or () if it.suffix != ".pyc" and ".." not in it.parts]
-            if any(file.suffix == ".so" for file in files):
-                for file in files:
-                    (place / file).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(file.locate(), place / file)
-            else:
-                _add(pure, files)
-    root = place.parent.parent
-    stack.dsec(
-        *("layer", "import", str(root), "--kind", "toolkit"),
-        *("--name", "model-clients", "--version", "1"),
+def harnesses(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A toolkit with clients and an agent, but for what the agent downloads benchmarks with."""
+    return import_installed(
+        *(stack, tmp_path_factory.mktemp("harnesses"), "harnesses"),
+        *("openai", "anthropic", "mini-swe-agent"),
+        in_files=("mini-swe-agent",),
+        to_unpack=("litellm",),
+        without=("datasets",),
     )
-    shutil.rmtree(root)
-    return "model-clients@1"
 
 
 @contextlib.asynccontextmanager
@@ -133,20 +95,18 @@ async def _bare_call(sandbox: Sandbox) -> str:
 
 
 async def test_clients_as_they_are_installed_are_trained_without_a_network(
-    stack: Stack, base: str, clients: str, tmp_path: Path
+    stack: Stack, base: str, harnesses: str, tmp_path: Path
 ) -> None:
     async with (
         stack.client() as client,
         _training(client, tmp_path / "calls", "a", "b", "c", "d") as (rollout, relay, server),
         await client.create_sandbox(
-            base, toolkits=[clients], model_rollout_id=rollout.id, memory_bytes=512 << 20
+            base, toolkits=[harnesses], model_rollout_id=rollout.id, memory_bytes=512 << 20
         ) as sandbox,
     ):
         done = await sandbox.exec(
             ["python3", "-c", HARNESS],
-            env={
-                "PYTHONPATH": "/opt/clients/pure.zip:/opt/clients",
-            },
+            env=FOUND,
             timeout_s=90,
         )
         assert done.exit_code == 0, done.stderr_text
@@ -159,6 +119,41 @@ async def test_clients_as_they_are_installed_are_trained_without_a_network(
     assert conversation.sampled_tokens == 4
     assert [len(it.turns) for it in others] == [1, 1]
     assert {turn.model_version for turn in conversation.turns} == {"step-1"}
+
+
+@pytest.mark.timeout(120)
+async def test_mini_swe_agent_as_it_is_installed_is_trained_without_a_network(
+    stack: Stack, base: str, harnesses: str, tmp_path: Path
+) -> None:
+    answers = (
+        "I read it.$ cat task.txt",
+        "I do it.$ echo 42 > answer.txt",
+        "$ echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    )
+    async with (
+        stack.client() as client,
+        _training(client, tmp_path / "calls", *answers) as (rollout, relay, server),
+        await client.create_sandbox(
+            base, toolkits=[harnesses], model_rollout_id=rollout.id, **ROOMY
+        ) as sandbox,
+    ):
+        await sandbox.exec(unpacked("litellm"), timeout_s=60, check=True)
+        await sandbox.write_file("/work/task.txt", b"write 42 down")
+        done = await sandbox.exec(
+            [*MINI, "--model", "openai/policy", "--task", "Do what task.txt says"],
+            env={**FOUND, **MINI_ENV},
+            cwd="/work",
+            timeout_s=90,
+        )
+        assert done.exit_code == 0, done.stderr_text
+        assert (await sandbox.exec(["cat", "/work/answer.txt"])).stdout_text == "42\n"
+        assert len(server.asked) == len(answers)
+        assert "write 42 down" in str(server.asked[1]["messages"][-1])
+        (conversation,) = relay.trace().rewarded(1.0).sequences
+    assert len(conversation.turns) == len(answers)
+    sampled = [conversation.token_ids[turn.start : turn.end] for turn in conversation.turns]
+    assert sampled == [(*tokens_of(answer), END) for answer in answers]
+    assert conversation.sampled_tokens == sum(map(len, sampled))
 
 
 async def test_only_a_sandbox_that_asked_has_an_endpoint_and_each_its_own_rollout(

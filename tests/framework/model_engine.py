@@ -18,6 +18,10 @@ BEGIN, END = 300, 301
 """What stands before and after each message."""
 
 
+CALL = "$ "
+"""What follows it in an answer is a command for the tool ``bash``."""
+
+
 def tokens_of(text: str) -> list[int]:
     return list(text.encode())
 
@@ -26,7 +30,10 @@ def prompt_ids(messages: list[dict[str, Any]]) -> list[int]:
     """Return a conversation as the engine sees it, up to where it is to go on."""
     ids: list[int] = []
     for message in messages:
-        ids += [BEGIN, *tokens_of(message["role"]), *tokens_of(message["content"]), END]
+        text = message.get("content") or ""
+        for call in message.get("tool_calls", ()):
+            text += CALL + msgspec.json.decode(call["function"]["arguments"])["command"]
+        ids += [BEGIN, *tokens_of(message["role"]), *tokens_of(text), END]
     return [*ids, BEGIN, *tokens_of("assistant")]
 
 
@@ -90,7 +97,7 @@ class ScriptedServer:
             await self.open.wait()
             text = self._answers[number] if number < len(self._answers) else f"answer {number}"
             sampled = [*tokens_of(text), END][: body.get("max_tokens", 1 << 20)]
-            if body["stream"]:
+            if body.get("stream"):
                 return await self._stream(request, body, number, sampled)
         except (asyncio.CancelledError, ConnectionError):
             self.abandoned += 1
@@ -98,7 +105,7 @@ class ScriptedServer:
             raise
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": _text(sampled)},
+            "message": _message(_text(sampled), number),
             "finish_reason": _finish(sampled),
             "token_ids": sampled,
             "logprobs": {"content": _logprobs(sampled)},
@@ -145,6 +152,16 @@ def _head(body: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _text(sampled: list[int]) -> str:
     return bytes(it for it in sampled if it != END).decode()
+
+
+def _message(text: str, number: int) -> dict[str, Any]:
+    content, call, command = text.partition(CALL)
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if call:
+        arguments = msgspec.json.encode({"command": command}).decode()
+        function = {"name": "bash", "arguments": arguments}
+        message["tool_calls"] = [{"id": f"call_{number}", "type": "function", "function": function}]
+    return message
 
 
 def _finish(sampled: list[int]) -> str:

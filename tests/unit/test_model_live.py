@@ -77,10 +77,12 @@ async def test_what_a_reader_has_is_how_the_whole_answer_begins(api: ModelApi, s
 async def test_a_reader_is_woken_by_what_comes_and_gets_all_of_it_as_one_event() -> None:
     live = LiveAnswer(_asked(ModelApi.CHAT), {})
     reading = asyncio.create_task(live.after(0, 1 << 20))
+    live.tell(ModelBegun(id="1", created=7))
     await asyncio.sleep(0)
     assert not reading.done()
-    live.tell(ModelBegun(id="1", created=7))
+    live.tell(ModelDelta(content="_"))
     begun = await reading
+    assert begun.count(b"data:") == 2
     for letter in "abc":
         live.tell(ModelDelta(content=letter))
     more = await live.after(len(begun), 1 << 20)

@@ -48,13 +48,14 @@ class LiveAnswer:
     def tell(self, news: ModelBegun | ModelDelta) -> None:
         """Take in what the engine knows; see :data:`~dsec.model_relay.calls.Tell`."""
         if isinstance(news, ModelBegun):
+            # Told with the first token, which else would wait until this is on its way.
             self._begun = True
             self._body += self._events.begin(news)
-        else:
-            self._waiting.append(news)
-            self._waiting_characters += news.characters
-            if self._waiting_characters <= self._told.characters // _EVENTS_A_DOUBLING:
-                return
+            return
+        self._waiting.append(news)
+        self._waiting_characters += news.characters
+        if self._waiting_characters <= self._told.characters // _EVENTS_A_DOUBLING:
+            return
         for reader in self._readers:
             if not reader.done():
                 reader.set_result(None)
@@ -64,7 +65,7 @@ class LiveAnswer:
         while True:
             if self._waiting_characters > self._told.characters // _EVENTS_A_DOUBLING:
                 self._write_waiting()
-            if len(self._body) > size:
+            if self._told.characters and len(self._body) > size:
                 return bytes(self._body[size : size + at_most])
             reader = asyncio.get_running_loop().create_future()
             self._readers.append(reader)

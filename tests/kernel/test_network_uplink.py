@@ -168,6 +168,31 @@ def test_a_sandbox_reaches_the_internet_by_the_uplink_and_nothing_of_the_host(
     assert _host_devices(outside) == {"lo", "up0"}
 
 
+def test_what_the_node_asks_for_itself_reaches_the_internet_and_nothing_of_the_host(
+    outside: Outside,
+) -> None:
+    router = outside.opened()
+    # As for tools that it runs: the kernel's wall, without the checks before it.
+    namespace = os.open(outside.directory / "router-node", os.O_RDONLY)
+    try:
+        with _listen(outside.internet, INTERNET) as server, _connect(namespace, INTERNET) as one:
+            accepted, seen = server.accept()
+            with accepted:
+                assert seen[0] == HOST
+                accepted.sendall(b"hello")
+                assert one.recv(5) == b"hello"
+        with _listen(outside.host, HOST), pytest.raises(OSError):  # noqa: PT011  any refusal
+            _connect(namespace, HOST)
+        # Answers alone come in: nobody begins to speak to the router.
+        (host_end,) = _host_ends(outside)
+        end = str(ipaddress.ip_address(host_end) - 1)
+        with _listen(namespace, end), pytest.raises(OSError):  # noqa: PT011  any refusal
+            _connect(outside.host, end)
+    finally:
+        os.close(namespace)
+        _close(router, outside.thread)
+
+
 def test_an_address_that_the_node_has_not_heard_of_yet_is_out_of_reach_too(
     outside: Outside,
 ) -> None:

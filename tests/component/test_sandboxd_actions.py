@@ -219,6 +219,20 @@ async def test_the_same_message_is_the_same_action(world: ActionWorld) -> None:
     assert error.code is ErrorCode.EXPIRED
 
 
+async def test_what_was_refused_may_be_asked_for_again(world: ActionWorld) -> None:
+    sandbox_id = await world.place()
+    first = await world.begin(sandbox_id, "first", cu=95.0)
+    asked = BeginAction(name="second", gpu=GpuDemand(min_cu=10, max_cu=10))
+    error = await refused(world.node.ask(sandbox_id, "begin_action", asked, ActionInfo))
+    assert error.code is ErrorCode.EXHAUSTED
+    await world.end(sandbox_id, first.action_id)
+    second = await world.node.ask(sandbox_id, "begin_action", asked, ActionInfo)
+    assert (second.state, second.cu) == ("running", 10.0)
+    assert second.asked_at < second.began_at
+    await world.end(sandbox_id, second.action_id)
+    assert await world.leases() == ()
+
+
 async def test_two_actions_share_a_card_and_each_keeps_it_to_its_own_end(
     world: ActionWorld,
 ) -> None:

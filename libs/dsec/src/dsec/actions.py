@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from dsec.channel import ANSWER_PATIENCE_S, AWAY_S
 from dsec.handle import OfSandbox
 from dsec.network import Policy, network_policy
 from dsec_common.compute.model import GpuDemand
@@ -46,6 +47,7 @@ Volumes = Mapping[str, int | str]
 
 _Ask = Callable[[str, Message], Awaitable[ActionInfo]]
 
+_BEGIN_TIMEOUT_S: Final = 30.0
 _KEEPS_PER_HOLD: Final = 3
 _GIVEN_UP: Final = frozenset({ErrorCode.EXPIRED, ErrorCode.NOT_FOUND})
 
@@ -56,8 +58,9 @@ class Action:
     Leaving the block ends it, as ``failed`` when an exception passes through.
     """
 
-    def __init__(self, inside: Sandbox, asked: BeginAction, ask: _Ask) -> None:
+    def __init__(self, inside: Sandbox, asked: BeginAction, ask: _Ask, begin: _Ask) -> None:
         """Take the handle of its sandbox whose commands run in it, and how its node is asked."""
+        self._begin = begin
         self._inside = inside
         self._asked = asked
         self._ask = ask
@@ -101,7 +104,7 @@ class Action:
                 of the sandbox's agent; ``conflict`` when another action has the network;
                 ``invalid``; ``expired`` when it has ended already.
         """
-        self._info = await self._ask("begin_action", self._asked)
+        self._info = await self._begin("begin_action", self._asked)
         if self._keeping is None and self._asked.hold_s:
             self._keeping = asyncio.create_task(self._keep(), name=f"keep {self.id}")
         return self
@@ -189,6 +192,7 @@ class Acting(OfSandbox, ABC):
         network: Policy | None = None,
         timeout_s: float = 3600.0,
         hold_s: float = 60.0,
+        wait_s: float = 0.0,
         parent: str = "",
     ) -> Action:
         """Return an action that has not begun; ``async with`` begins and ends it.
@@ -202,6 +206,8 @@ class Acting(OfSandbox, ABC):
             network: what the whole sandbox may reach meanwhile; None leaves that as it is.
             timeout_s: it ends so long after it began, at most a day.
             hold_s: it ends when this program has not been heard of for so long; 0: never.
+            wait_s: how long to go on asking while there are no such units free; each answer
+                that there are none takes a second or so.
             parent: the id of the action that it is a part of; see :meth:`Action.action`.
 
         Raises:
@@ -223,7 +229,20 @@ class Acting(OfSandbox, ABC):
             timeout_s=timeout_s,
             hold_s=hold_s,
         )
-        return Action(self._within_action(asked.message_id), asked, self._ask_of_action)
+
+        async def begin(verb: str, message: Message) -> ActionInfo:
+            return await self._channel.ask(
+                self._subject(verb),
+                message,
+                ActionInfo,
+                timeout_s=_BEGIN_TIMEOUT_S + wait_s,
+                repeatable=True,
+                patience_s=ANSWER_PATIENCE_S,
+                away_s=AWAY_S,
+                room_within_s=wait_s,
+            )
+
+        return Action(self._within_action(asked.message_id), asked, self._ask_of_action, begin)
 
     async def actions(self) -> list[ActionInfo]:
         """Return the sandbox's actions, the first asked for first; kept as long as its record."""

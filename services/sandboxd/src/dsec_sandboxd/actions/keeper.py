@@ -39,6 +39,7 @@ from dsec_sandboxd.step_log import StepLog
 _log: Final = structlog.get_logger(__name__)
 _RETRY_FIRST_S: Final = 0.1
 _RETRY_LONGEST_S: Final = 10.0
+_NEVER_RAN: Final = frozenset({ActionOutcome.REFUSED, ActionOutcome.INTERRUPTED})
 _Key = tuple[str, str]
 
 
@@ -89,6 +90,8 @@ class ActionKeeper:
     ) -> ActionRecord:
         """Give a sandbox an action; the same message again is the same action.
 
+        One that never ran, since there was no room say, is begun anew by it.
+
         Args:
             asked: valid.
             record: of the sandbox, which runs.
@@ -98,9 +101,10 @@ class ActionKeeper:
             DsecError: why it did not begin; then nothing of it is left but its record.
         """
         key = (record.local, asked.message_id)
-        if self.book.find(*key) is None:
+        if _may_begin(self.book.find(*key)):
             volumes = await self._resources.wanted(record.project, asked)
-        if self.book.find(*key) is None:  # nor has it been begun meanwhile
+        known = self.book.find(*key)
+        if _may_begin(known):  # nor has it been begun meanwhile
             check()
             now = self._clock.now()
             action = ActionRecord(
@@ -109,8 +113,7 @@ class ActionKeeper:
                 project=record.project,
                 name=asked.name,
                 state=ActionState.BEGINNING,
-                asked_at=now,
-                kept_at=now,
+                asked_at=known.asked_at if known is not None else now,
                 parent=asked.parent,
                 timeout_s=asked.timeout_s,
                 hold_s=asked.hold_s,
@@ -405,6 +408,13 @@ class ActionKeeper:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         return task
+
+
+def _may_begin(known: ActionRecord | None) -> bool:
+    """Return whether what is known of a message does not stand in the way of its action."""
+    return known is None or (
+        known.state is ActionState.ENDED and known.outcome in _NEVER_RAN and not known.began_at
+    )
 
 
 def _key(action: ActionRecord) -> _Key:

@@ -46,7 +46,6 @@ class ActionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         lease_id: what its lease is called, if it is granted.
         granted: its lease is known to be there; heartbeats name it.
         network_before: the policy that was in force before its own.
-        kept_at: Unix time at which its owner last wanted it.
     """
 
     action_id: str
@@ -63,7 +62,6 @@ class ActionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     began_at: float = 0.0
     ended_at: float = 0.0
     expires_at: float = 0.0
-    kept_at: float = 0.0
     gpu: GpuDemand | None = None
     lease_id: str = ""
     granted: bool = False

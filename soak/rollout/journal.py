@@ -11,6 +11,8 @@ import msgspec
 
 from dsec_chronus.journal import STREAM
 from dsec_chronus.records import (
+    ActionBegun,
+    ActionEnded,
     FeedbackGiven,
     Frame,
     GroupTaken,
@@ -18,7 +20,10 @@ from dsec_chronus.records import (
     Record,
     RolloutBegun,
     RolloutEnded,
+    RolloutKept,
     StageReported,
+    StateTaken,
+    StateWritten,
 )
 from dsec_common import subjects
 from dsec_common.bus import Bus
@@ -131,6 +136,8 @@ class JournalAuditor:
                     self._wrong(rollout, f"forgotten without an answer: {sorted(unanswered)}")
             case GroupTaken():
                 self._taken(shard, record)
+            case StateTaken() | StateWritten() | ActionBegun() | ActionEnded() | RolloutKept():
+                self._wrong(rollout, "was kept or put back, for which nobody asked in this run")
             case _:
                 assert_never(record)
 
@@ -177,6 +184,8 @@ class JournalAuditor:
                 written.ended = True
             case RolloutBegun() | HistoryForgotten() | GroupTaken():
                 pass
+            case StateTaken() | StateWritten() | ActionBegun() | ActionEnded() | RolloutKept():
+                self._wrong(rollout, "is kept in a snapshot, for which nobody asked in this run")
             case _:
                 assert_never(record)
 

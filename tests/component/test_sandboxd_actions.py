@@ -32,6 +32,7 @@ from dsec_common.wire.lease import (
     LeasesUnlocked,
     ReleaseLease,
 )
+from dsec_common.wire.life import PauseSandbox
 from dsec_common.wire.network import (
     InspectNetwork,
     NetworkInfo,
@@ -40,7 +41,12 @@ from dsec_common.wire.network import (
     NetworkRule,
     SetNetwork,
 )
-from dsec_common.wire.sandbox import DeleteSandbox, SandboxDeleted
+from dsec_common.wire.sandbox import (
+    DeleteSandbox,
+    InspectSandbox,
+    SandboxDeleted,
+    SandboxInfo,
+)
 from dsec_common.wire.snapshot import ForkSandbox, SandboxForked
 from refusals import refused
 from sandboxd_node import NODE
@@ -271,6 +277,23 @@ async def test_its_time_ends_it(world: ActionWorld) -> None:
     action = await world.ended(sandbox_id, ActionOutcome.TIMEOUT)
     assert action.ended_at >= action.expires_at == pytest.approx(action.began_at + 0.2)
     assert await world.leases() == ()
+
+
+async def test_its_time_ends_it_in_a_sandbox_that_stands_still(world: ActionWorld) -> None:
+    sandbox_id = await world.place()
+    action = await world.begin(sandbox_id, cu=10.0, timeout_s=1.0)
+    held = "exec 3</dev/nvidia0; echo > /tmp/held; sleep 600"
+    process = await world.start(sandbox_id, action.action_id, held)
+    await world.say(sandbox_id, "while [ ! -e /tmp/held ]; do sleep 0.02; done")
+    await world.node.ask(sandbox_id, "pause", PauseSandbox(), SandboxInfo)
+    await world.ended(sandbox_id, ActionOutcome.TIMEOUT)
+    assert await world.leases() == ()
+    seen = await world.node.ask(sandbox_id, "inspect", InspectSandbox(), SandboxInfo)
+    assert seen.state == "paused"
+    assert "nvidia" not in await world.say(sandbox_id, "ls /dev")
+    asked = InspectExec(exec_id=process.exec_id)
+    exec_ = await world.node.ask(sandbox_id, "inspect_exec", asked, ExecInfo)
+    assert exec_.state == "exited"
 
 
 async def test_one_that_nobody_wants_any_more_ends_and_one_that_is_kept_does_not(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dsec_common.bus_types import Request
 from dsec_common.clock import Clock
@@ -36,6 +37,9 @@ from dsec_sandboxd.one_shots import OneShots
 from dsec_sandboxd.ports import Uses
 from dsec_sandboxd.state import NodeState
 from dsec_sandboxd.step_log import StepLog
+
+#: A killed command is over within milliseconds where anybody can tell.
+_END_PATIENCE_S: Final = 2.0
 
 Serve = Callable[..., Awaitable[Any]]
 _Verb = tuple[str, type[Message], Callable[[Any], Awaitable[Any]]]
@@ -166,16 +170,19 @@ class ExecService:
         return await self.commands.run(command, record)
 
     async def end(self, local: str, message_id: str) -> None:
-        """Kill the command of a message and return when it is over; one that is over is fine."""
-        await self.table.adopted(local)
-        await self._doors.started(local, message_id)
-        over = self._one_shots.running((local, message_id))
-        if over is not None and self.commands.cancel(local, message_id):
-            await asyncio.wait({over})
-            return
-        one = self.table.find_message(local, message_id)
-        if one is not None:
-            await one.cancel(0.0)
+        """Kill the command of a message and return when it is over; one that is over is fine.
+
+        That of a sandbox that stands still is killed all the same, but its PID 1 cannot say so.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_PATIENCE_S):
+                await self.table.adopted(local)
+                await self._doors.started(local, message_id)
+                over = self._one_shots.running((local, message_id))
+                if over is not None and self.commands.cancel(local, message_id):
+                    await asyncio.wait({over})
+                elif (one := self.table.find_message(local, message_id)) is not None:
+                    await one.cancel(0.0)
 
     def _unless_known(
         self, inside: Callable[[Request[ExecCommand]], Awaitable[ExecResult]]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from dsec import DsecError, ErrorCode, Sandbox, agent_channel
+from dsec import DsecError, ErrorCode, Sandbox, agent_channel, sync
 from dsec.rollouts import Rollout
 from dsec_chronus.acting import FENCED_NUMBERS
 from dsec_common.wire.checkpoint import RolloutPutBack
@@ -176,3 +176,54 @@ async def test_whoever_listens_and_the_agent_are_told_of_a_rollback(
                     assert event.reason == "rollback"
                     break
         await rollout.close()
+
+
+async def test_a_groups_trainer_loses_the_steps_that_a_rollback_made_void(
+    stack: Stack, base: str
+) -> None:
+    async with (
+        stack.client() as client,
+        client.rollouts.group("put back", ["task"], checkpoint_every=2) as group,
+        asyncio.timeout(60),
+    ):
+        (rollout,) = group.rollouts
+        async with await client.create_sandbox(base, rollout_id=rollout.id) as sandbox:
+            await prepared(sandbox)
+            running = asyncio.ensure_future(run_agent(sandbox))
+            steps = group.steps()
+            for _ in range(3):
+                step = await anext(steps)
+                if step.seq < 3:
+                    await step.reply(reward=1.0)
+            await rollout.roll_back()
+            await asyncio.gather(running, return_exceptions=True)
+            with pytest.raises(DsecError) as refusal:
+                await step.reply(reward=1.0)
+            assert refusal.value.details["reason"] == "rolled_back"
+            running = asyncio.ensure_future(run_agent(sandbox))
+            step = await anext(steps)
+            assert step.observation == {"count": 3}
+            await step.reply(reward=1.0, done=True)
+            await running
+            assert [left async for left in steps] == []
+        assert (await rollout.inspect()).total_reward == 3.0
+
+
+def test_a_client_without_await_keeps_puts_back_and_branches(stack: Stack, base: str) -> None:
+    credentials = stack.directory / "auth" / "projects" / "default.creds"
+    with sync.DSecClient(stack.context.nats_servers, credentials) as client:
+        rollout = client.rollouts.open()
+        with client.create_sandbox(base, rollout_id=rollout.id) as sandbox:
+            sandbox.write_file("/work/x", "kept")
+            rollout.put_state({"plan": 1})
+            kept = rollout.checkpoint(sandbox=sandbox.id)
+            assert [it.checkpoint for it in rollout.checkpoints()] == [kept.checkpoint]
+            sandbox.write_file("/work/x", "lost")
+            assert rollout.roll_back().checkpoint == kept.checkpoint
+            assert sandbox.read_text("/work/x") == "kept"
+            (branch,) = rollout.branch(1)
+            with branch.sandbox as other:
+                assert other.read_text("/work/x") == "kept"
+            assert branch.rollout.get_state("plan") == {"plan": 1}
+            branch.rollout.close()
+        rollout.close()

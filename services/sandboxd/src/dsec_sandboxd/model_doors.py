@@ -99,6 +99,8 @@ class ModelDoors:
         self._port = port
         self._wait_max_s = wait_max_s
         self._grace_s = grace_s
+        #: Is asked before a call begins, and raises for one that is one too many.
+        self.admit: Callable[[SandboxRecord], None] = lambda _record: None
         self._doors: dict[str, _Door] = {}
         self._put_back: dict[str, ModelSession] = {}
         self._telling: set[asyncio.Task[None]] = set()
@@ -146,6 +148,7 @@ class ModelDoors:
             spawn=self._spawn,
             wait_max_s=self._wait_max_s,
             grace_s=self._grace_s,
+            admit=self.admit,
         )
         namespace_fd = self._namespace_of(record.local)
         try:

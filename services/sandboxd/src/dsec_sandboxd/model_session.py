@@ -119,14 +119,19 @@ class ModelSession:
         spawn: Callable[[Coroutine[None, None, None]], None],
         wait_max_s: float = MODEL_WAIT_MAX_S,
         grace_s: float = MODEL_GRACE_S,
+        admit: Callable[[SandboxRecord], None] = lambda _record: None,
     ) -> None:
-        """Take whose calls they are, the way to the rollout, who counts uses, who runs tasks."""
+        """Take whose calls they are, the way to the rollout, who counts uses, who runs tasks.
+
+        ``admit`` is asked before a call begins, and not again when its harness calls again.
+        """
         self._record = msgspec.structs.replace(record, rollout_id=record.model_rollout_id)
         self._gateway = gateway
         self._clock = clock
         self._uses = uses
         self._wait_max_s = wait_max_s
         self._grace_s = grace_s
+        self._admit = admit
         self._numbering = asyncio.Lock()
         self._seq: int | None = None
         self._base: tuple[int, bytes] = (0, pressed(b""))
@@ -138,14 +143,21 @@ class ModelSession:
         """Return the call that a request is, begun now or under way already; then :meth:`wait`.
 
         Raises:
-            ModelCallError: 429 when too many are under way.
+            ModelCallError: 429 when too many are under way, or the contract allows no more.
         """
         key = _key_of(request)
         call = self._orphan(key)
         if call is not None:
             request.release()
         else:
-            self._make_room()
+            try:
+                self._make_room()
+                self._admit(self._record)
+            except BaseException as error:
+                request.release()
+                if isinstance(error, DsecError):
+                    raise _over_rate(error) from error
+                raise
             # Somebody waits for the same already: these are two calls.
             lost = key not in self._delivered and key not in self._calls
             repeat = request.retried or bool(request.idempotency_key) or lost
@@ -421,6 +433,14 @@ def _stalled(wait_max_s: float) -> ModelCallError:
         retry=True,
         retry_after_s=1.0,
         stalled_s=wait_max_s,
+    )
+
+
+def _over_rate(error: DsecError) -> ModelCallError:
+    if error.code is not ErrorCode.EXHAUSTED:
+        return _refusal(error)
+    return ModelCallError(
+        429, error.message, code="rate_limited", retry=True, retry_after_s=error.retry_after_s
     )
 
 

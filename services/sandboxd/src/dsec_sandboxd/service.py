@@ -272,6 +272,7 @@ class SandboxdService(Service[SandboxdConfig]):
             network_of=self._agents.tool_network,
             log=self._steps.step,
         )
+        self._models.admit = desk.count_model_call
         if isinstance(agent_sockets, AgentSocketServer):
             agent_sockets.run_tools(desk)
 

@@ -90,6 +90,18 @@ class ToolDesk:
         terms = (record.tools or _NO_TOOLS).terms
         return sorted(name for name in terms if name == _HTTP or self._models is not None)
 
+    def count_model_call(self, record: SandboxRecord) -> None:
+        """Count a call of the trainer's model as one of the tool that the contract has for models.
+
+        Raises:
+            DsecError: ``exhausted`` when there were too many; ``unavailable`` when it cannot be
+                counted.
+        """
+        terms = (record.tools or _NO_TOOLS).terms
+        for tool in sorted(terms.keys() - {_HTTP}):
+            if (rate := terms[tool].rate_limit) is not None:
+                self._rates.take(record.local, tool, rate)
+
     async def call(
         self, record: SandboxRecord, tool: str, call: str, arguments: msgspec.Raw, part: Part
     ) -> dict[str, Any]:

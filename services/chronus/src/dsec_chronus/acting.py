@@ -286,6 +286,13 @@ class Actions:
         error = acting(f"{self.shard}.{outcome.local}", "change")
         yield Refuse(request_id=outcome.request_id, error=error)
 
+    def recorded(self, before: ActionBegun | None, record: Record) -> Iterator[Effect]:
+        """Yield what a durable fact asks for; ``before`` was under way until then."""
+        if isinstance(record, ActionBegun):
+            yield from self.begun(record)
+        elif isinstance(record, ActionEnded) and before is not None:
+            yield from self.ended(before, record)
+
     def begun(self, record: ActionBegun, *, doubtful: bool = False) -> Iterator[Effect]:
         """Yield what a durable intent asks for."""
         rollout = self.contents.rollouts[record.local]

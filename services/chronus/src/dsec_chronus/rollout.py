@@ -82,8 +82,10 @@ class Rollout:
 
     def report(self, seq: int) -> StageReported | None:
         """Return the report with this number, if it is kept."""
-        at = self._count_to(seq)
-        found = self.reports[at - 1] if at else None
+        at = seq - self.forgotten_seq - 1  # where it is without a rollback
+        if not (0 <= at < len(self.reports) and self.reports[at].seq == seq):
+            at = self._count_to(seq) - 1
+        found = self.reports[at] if at >= 0 else None
         return found if found is not None and found.seq == seq else None
 
     def has_after(self, seq: int) -> bool:
@@ -92,6 +94,8 @@ class Rollout:
 
     def is_void(self, seq: int) -> bool:
         """Return whether a rollback has used this number up."""
+        if self.kept.back_to < 0:
+            return False
         return self.forgotten_seq < seq <= self.last_seq and self.report(seq) is None
 
     def waiting(self) -> tuple[int, ...]:

@@ -68,6 +68,8 @@ from dsec_chronus.shares import Shares
 from dsec_chronus.snapshots import FRAME_BYTES, FRAME_RECORDS, snapshot_parts
 from dsec_common.errors import DsecError
 
+_ACTIONS: Final = (ActionBegun, ActionEnded)
+
 WAITING_BYTES_MAX: Final = 32 * 1024 * 1024
 """Payloads of changes that may wait for the journal."""
 
@@ -313,7 +315,8 @@ class ShardState:
         """
         about: dict[str, None] = {}
         for record in records:
-            action = self._action_of(record)
+            is_action = isinstance(record, _ACTIONS)
+            action = self._action_of(record.local) if is_action else None
             project, grown = self._contents.apply(record)
             if grown:
                 self._sizes.add(project, grown)
@@ -321,17 +324,12 @@ class ShardState:
             rollout = self._contents.rollouts.get(record.local)
             if rollout is not None and (group := self._contents.group_of(rollout)) is not None:
                 about[group.local] = None
-            if effects is not None and isinstance(record, ActionBegun):
-                effects += self._actions.begun(record)
-            elif effects is not None and isinstance(record, ActionEnded) and action is not None:
-                effects += self._actions.ended(action, record)
+            if effects is not None and is_action:
+                effects += self._actions.recorded(action, record)
         return about
 
-    def _action_of(self, record: Record) -> ActionBegun | None:
-        """Return the action whose end a record is."""
-        if not isinstance(record, ActionEnded):
-            return None
-        rollout = self._contents.rollouts.get(record.local)
+    def _action_of(self, local: str) -> ActionBegun | None:
+        rollout = self._contents.rollouts.get(local)
         return None if rollout is None else rollout.kept.action
 
     def _count(self, records: Iterable[Record]) -> None:

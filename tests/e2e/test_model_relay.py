@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from dsec import CommandFailed, DsecError, Sandbox
+from dsec import CommandFailed, DsecError, Sandbox, sync
 from dsec.client import DSecClient
-from dsec.model_relay import HttpEngine, ModelRelay
+from dsec.model_relay import HttpEngine, ModelAnswer, ModelRelay, ModelRequest, Sampled
+from dsec.model_relay.sync import ModelRelay as SyncModelRelay
 from dsec.rollouts import Rollout
+from dsec_common.errors import ErrorCode
 from installed_layers import FOUND, import_installed, unpacked
 from model_engine import END, ScriptedServer, scripted_server, tokens_of
 from stack import Stack, pid_of
@@ -215,3 +217,55 @@ async def test_the_daemon_that_follows_a_killed_one_listens_again(
                     break
         assert await _bare_call(sandbox) == "after"
         assert len(server.asked) == len(relay.trace().sequences) == 2
+
+
+def test_a_training_loop_without_await_has_its_calls_answered_meanwhile(
+    stack: Stack, base: str, tmp_path: Path
+) -> None:
+    asked: list[ModelRequest] = []
+
+    def sample(request: ModelRequest) -> Sampled:
+        asked.append(request)
+        answer = ModelAnswer(id="1", created=1, content=f"answer {len(asked)}")
+        return Sampled(answer=answer, prompt_ids=(1,), completion_ids=(2, 3), logprobs=(-0.1, -0.2))
+
+    bare = ["python3", "-c", ONE_CALL]
+    credentials = stack.context.credentials
+    with sync.DSecClient(stack.context.nats_servers, credentials) as client:
+        rollout = client.rollouts.open()
+        with (
+            SyncModelRelay(rollout, sample, journal=tmp_path / "calls") as relay,
+            client.create_sandbox(base, model_rollout_id=rollout.id) as sandbox,
+        ):
+            assert sandbox.exec(bare, check=True).stdout_text == "answer 1\n"
+            relay.pause()
+            waiting = sandbox.start(bare)
+            assert len(asked) == 1
+            relay.resume()
+            assert waiting.output().stdout_text == "answer 2\n"
+            rollout.close()
+            relay.join()
+            assert [it.sampled_tokens for it in relay.trace().sequences] == [2, 2]
+
+
+def test_what_ends_a_relay_without_await_is_raised_where_it_ends(
+    stack: Stack, base: str, tmp_path: Path
+) -> None:
+    def sample(_: ModelRequest) -> Sampled:
+        raise DsecError(ErrorCode.UNSUPPORTED, "no tokens here")
+
+    def train(client: Any) -> None:
+        rollout = client.rollouts.open()
+        with (
+            SyncModelRelay(rollout, sample, journal=tmp_path / "calls") as relay,
+            client.create_sandbox(base, model_rollout_id=rollout.id) as sandbox,
+        ):
+            sandbox.start(["python3", "-c", ONE_CALL])
+            with pytest.raises(DsecError, match="no tokens here"):
+                relay.join()
+
+    with (
+        sync.DSecClient(stack.context.nats_servers, stack.context.credentials) as client,
+        pytest.raises(DsecError, match="no tokens here"),
+    ):
+        train(client)

@@ -192,13 +192,7 @@ class SandboxdService(Service[SandboxdConfig]):
         self._pools = PoolKeeper(self._sandboxes, maker, calls_max=config.pool_calls_max)
         stack.push_async_callback(self._pools.close)
         self._actions = Actions(
-            self._sandboxes,
-            maker,
-            self._execs,
-            holds=layers.holds,
-            directories=directories,
-            bus=self.bus,
-            uses=self._gate,
+            self._sandboxes, maker, self._execs, layers.holds, directories, self.bus, self._gate
         )
         self._open_networks(kernel, maker, agent_sockets)
         self._actions.use_networks(self._networking.networks, maker)

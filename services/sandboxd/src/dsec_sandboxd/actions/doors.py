@@ -53,12 +53,11 @@ class Actions:
         uses: counts what is in use.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  parts of the daemon, each of a type of its own
         self,
         sandboxes: Sandboxes,
         maker: Maker,
         execs: ExecService,
-        *,
         holds: LayerHolds,
         directories: RunDirectory,
         bus: Bus,

@@ -73,9 +73,15 @@ def _in_letters(asked: ModelRequest, answer: ModelAnswer) -> bytes:
     for delta in deltas_of(answer):
         letters = delta.content or delta.reasoning or delta.arguments
         for at, letter in enumerate(letters):
-            named = {} if at else {"tool_id": delta.tool_id, "tool_name": delta.tool_name}
-            kind = "content" if delta.content else "reasoning" if delta.reasoning else "arguments"
-            body += events.add(ModelDelta(**{kind: letter, "tool": delta.tool, **named}))
+            part = ModelDelta(
+                content=letter if delta.content else "",
+                reasoning=letter if delta.reasoning else "",
+                arguments=letter if delta.arguments else "",
+                tool=delta.tool,
+                tool_id="" if at else delta.tool_id,
+                tool_name="" if at else delta.tool_name,
+            )
+            body += events.add(part)
     return body + events.end(answer)
 
 

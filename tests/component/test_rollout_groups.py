@@ -244,3 +244,29 @@ async def test_a_thousand_tasks_are_opened_and_found_again(nats: NatsForTests) -
         async with rollouts_of(bus).group(GROUP, tasks) as group:
             assert [rollout.id for rollout in group.rollouts] == first
         assert len(set(first)) == 1000
+
+
+async def test_an_answer_that_is_none_makes_no_room_and_one_that_comes_twice_makes_it_once(
+    nats: NatsForTests,
+) -> None:
+    async with (
+        chronus_service(nats, shards=1),
+        nats.project() as bus,
+        rollouts_of(bus).group(GROUP, range(6), window=2) as group,
+        nats.service("sandboxd", "node-1") as node_bus,
+    ):
+        for rollout in group.rollouts:
+            await Agent(node_bus, rollout.id).report(1)
+        batches = group.batches()
+        held: list[Step] = []
+        while len(held) < 2:
+            held += await anext(batches)
+        for _ in range(4):
+            (refused,) = await group.reply([Reply(held[0], object())])
+            assert refused is not None
+        for _ in range(4):
+            await held[1].reply("the same")
+        assert len(await anext(batches)) == 1
+        more = asyncio.ensure_future(anext(batches))
+        await held[0].reply("valid at last")
+        assert len(await more) == 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from chronus_journal import JournalOfTest, taken
 from dsec_chronus.config import ChronusConfig
 from dsec_chronus.effects import (
     Answer,
@@ -46,34 +46,15 @@ from dsec_chronus.events import (
     SweepDue,
     TaskGiven,
 )
-from dsec_chronus.records import ActionKind, Child, Frame, Record, Taken, pack
+from dsec_chronus.records import ActionKind, Child, Frame, Record, pack
 from dsec_chronus.state import ShardState
 from dsec_common.errors import DsecError, unavailable
 from dsec_common.wire.base import Message
-from dsec_common.wire.sandbox import CreateSandbox
 
 START_S = 1_000_000.0
 PROJECT = "default"
 ROLLOUT = "r1"
 GROUP = "g1"
-
-
-@dataclass
-class JournalOfTest:
-    """What a JetStream subject does: sequences that only grow, and a purge from below."""
-
-    frames: dict[int, Frame] = field(default_factory=dict)
-    last: int = 0
-
-    def append(self, frame: Frame) -> int:
-        """Add a frame; return its sequence."""
-        self.last += 1
-        self.frames[self.last] = frame
-        return self.last
-
-    def purge(self, before: int) -> None:
-        """Drop the frames before a sequence."""
-        self.frames = {at: frame for at, frame in self.frames.items() if at >= before}
 
 
 class World:
@@ -134,7 +115,7 @@ class World:
         sequence = self.journal.append(
             Frame(
                 epoch=str(self._epoch),
-                number=sequence_of(self.journal),
+                number=self.journal.last + 1,
                 records=frame.records,
                 snapshot_part=frame.snapshot_part,
                 snapshot_complete=frame.snapshot_complete,
@@ -522,18 +503,3 @@ class World:
             )
         )
         return request_id
-
-
-def sequence_of(journal: JournalOfTest) -> int:
-    """Return the number of the next frame."""
-    return journal.last + 1
-
-
-def taken(snapshot_id: str, *, durable: bool = False) -> Taken:
-    """Return what a node kept."""
-    return Taken(
-        snapshot_id=snapshot_id,
-        layers=("base@1",),
-        template=CreateSandbox(base="", message_id="m", sent_at=0.0),
-        layer="checkpoint@1" if durable else "",
-    )

@@ -19,6 +19,7 @@ import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
 from dsec_common.wire import (
+    action,
     agent,
     agent_node,
     base,
@@ -47,6 +48,7 @@ from dsec_common.wire.base import JSON, MSGPACK, Message
 
 GOLDEN = Path(__file__).parent / "golden"
 MODULES = (
+    action,
     agent,
     agent_node,
     dag,

@@ -30,7 +30,7 @@ def _die_in_time() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         put(store, action)
 
-    ActionStore.put = put_or_die  # type: ignore[method-assign]
+    ActionStore.put = put_or_die  # type: ignore[method-assign, assignment]
 
 
 if "KILLED_ONCE" in os.environ:

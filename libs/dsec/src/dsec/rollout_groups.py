@@ -16,6 +16,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -134,21 +135,27 @@ class _Window:
     """How many steps of one shard are held without an answer, and until there may be more."""
 
     def __init__(self, limit: int) -> None:
-        self.held = 0
+        self._held: set[tuple[str, int]] = set()
         self._limit = limit
         self._room = asyncio.Event()
 
     async def until_room(self) -> int:
         """Return for how many there is room, once there is any."""
-        while self.held >= self._limit:
+        while len(self._held) >= self._limit:
             self._room.clear()
             await self._room.wait()
-        return self._limit - self.held
+        return self._limit - len(self._held)
 
-    def answered(self, _outcome: asyncio.Future[DsecError | None]) -> None:
-        """Make room for another one."""
-        self.held -= 1
-        self._room.set()
+    def hold(self, local: str, seq: int) -> None:
+        """Take room for a step."""
+        self._held.add((local, seq))
+
+    def answered(self, local: str, seq: int, outcome: asyncio.Future[DsecError | None]) -> None:
+        """Make room for another one, unless the step still waits for an answer that is valid."""
+        error = None if outcome.cancelled() else outcome.result()
+        if error is None or error.code is not ErrorCode.INVALID:
+            self._held.discard((local, seq))
+            self._room.set()
 
 
 class RolloutGroup:
@@ -358,7 +365,7 @@ class RolloutGroup:
             if known is None or sent.seq <= self._seen.get(sent.local, 0):
                 continue
             self._seen[sent.local] = sent.seq
-            window.held += 1
+            window.hold(sent.local, sent.seq)
             self._ready.append(Step(self, known[0], known[1], sent))
         if self._ready:
             self._came.set()
@@ -385,7 +392,8 @@ class RolloutGroup:
                 done=reply.done,
             )
             future = self._answers[shard].give(answer)
-            future.add_done_callback(self._windows[shard].answered)
+            window = self._windows[shard]
+            future.add_done_callback(partial(window.answered, local, reply.step.seq))
             futures.append(future)
         outcomes = [await future for future in futures]
         for error in outcomes:

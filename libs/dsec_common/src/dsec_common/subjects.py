@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.errors import DsecError, ErrorCode, invalid
 
 ROOT: Final = "dsec.v1"
 SYSTEM: Final = "_sys"
@@ -25,11 +25,7 @@ def _token(value: str, pattern: re.Pattern[str], what: str, rule: str) -> str:
     if isinstance(value, str) and pattern.fullmatch(value):
         return value
     shown = repr(value[:40] + "…" if isinstance(value, str) and len(value) > 40 else value)  # noqa: PLR2004  the longest that reads well in an error
-    raise DsecError(
-        ErrorCode.INVALID,
-        f"{shown} is not a valid {what}: {rule}",
-        details={"token": what},
-    )
+    raise invalid(f"{shown} is not a valid {what}: {rule}", token=what)
 
 
 def validate_project(project: str) -> str:
@@ -71,13 +67,11 @@ class ScopedId(NamedTuple):
         """Return the two tokens of ``text``, or raise ``invalid``."""
         owner, dot, local = text.partition(".") if isinstance(text, str) else ("", "", "")
         if not dot or not _NODE.fullmatch(owner) or not _LOCAL.fullmatch(local):
-            shown = repr(text[:40])
             example = "s0.ea5lj…" if what == "rollout id" else "node-1.01jq8…"
-            raise DsecError(
-                ErrorCode.INVALID,
-                f"{shown} is not a valid {what}: it looks like '{example}', two parts of "
+            raise invalid(
+                f"{text[:40]!r} is not a valid {what}: it looks like '{example}', two parts of "
                 "letters, digits, hyphens and underscores joined by one dot",
-                details={"token": what},
+                token=what,
             )
         return cls(owner, local)
 
@@ -476,7 +470,7 @@ def project_of(subject: str) -> str:
     """
     tokens = subject.split(".")
     if len(tokens) < 4 or ".".join(tokens[:2]) != ROOT or tokens[2] == SYSTEM:  # noqa: PLR2004  root, version, project, verb
-        raise DsecError(ErrorCode.INVALID, f"{subject!r} is not a project's subject")
+        raise invalid(f"{subject!r} is not a project's subject")
     return validate_project(tokens[2])
 
 
@@ -484,7 +478,7 @@ def scoped_id_of(subject: str) -> ScopedId:
     """Return the sandbox or rollout id in ``dsec.v1.<project>.<thing>.<owner>.<local>.<verb>``."""
     tokens = subject.split(".")
     if len(tokens) != 7:  # noqa: PLR2004  the seven tokens above
-        raise DsecError(ErrorCode.INVALID, f"{subject!r} names no sandbox and no rollout")
+        raise invalid(f"{subject!r} names no sandbox and no rollout")
     return ScopedId(validate_node(tokens[4]), validate_local(tokens[5]))
 
 
@@ -492,7 +486,7 @@ def system_rollout_of(subject: str) -> tuple[str, ScopedId]:
     """Return project and rollout id of a node's request to a shard (see :func:`rollout_system`)."""
     tokens = subject.split(".")
     if len(tokens) != 8:  # noqa: PLR2004  dsec v1 _sys rollout project shard local verb
-        raise DsecError(ErrorCode.INVALID, f"{subject!r} names no rollout")
+        raise invalid(f"{subject!r} names no rollout")
     return validate_project(tokens[4]), ScopedId(
         validate_node(tokens[5]), validate_local(tokens[6])
     )
@@ -502,5 +496,5 @@ def system_group_of(subject: str) -> str:
     """Return the project of a request about a group to a shard (see :func:`group_system`)."""
     tokens = subject.split(".")
     if len(tokens) != 7:  # noqa: PLR2004  dsec v1 _sys group project shard verb
-        raise DsecError(ErrorCode.INVALID, f"{subject!r} names no group's project")
+        raise invalid(f"{subject!r} names no group's project")
     return validate_project(tokens[4])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.testing.clock import FakeClock
+from dsec_common.testing.nats import nats_for_tests
 from dsec_common.wire.agent import (
     ACTIVE,
     AGENT_SOCKET,
@@ -23,6 +26,7 @@ from dsec_common.wire.agent import (
     UploadPackage,
     shard_of,
 )
+from dsec_scheduler.agents.packages import BUCKET, Packages
 from dsec_scheduler.agents.records import ShardRecord
 from dsec_scheduler.agents.registry import INSTANCES_BUCKET, Registry
 from registry_world import RegistryWorld, registry_world
@@ -114,6 +118,38 @@ async def test_a_package_that_is_not_what_its_hash_says_is_refused(world: Regist
     with pytest.raises(DsecError, match="at most") as large:
         await world.agents.register("bot", "1", package=bytes(50 * 1024 * 1024 + 1))
     assert large.value.code is ErrorCode.INVALID
+
+
+async def test_the_packages_of_one_project_leave_room_for_those_of_others() -> None:
+    async with registry_world(agent_packages_project_max_bytes=3 * PACKAGE_CHUNK_BYTES) as world:
+        await world.agents.register("bot", "1", package=bytes(PACKAGE_CHUNK_BYTES + 1))
+        last = UploadPackage(sha256=hashlib.sha256(b"1").hexdigest(), index=0, data=b"1")
+        await world.agents._ask("upload", last, PackagePieceKept)
+        more = UploadPackage(sha256=hashlib.sha256(b"2").hexdigest(), index=0, data=b"2")
+        with pytest.raises(DsecError, match="agent_packages_project_max_bytes") as caught:
+            await world.agents._ask("upload", more, PackagePieceKept)
+        assert caught.value.code is ErrorCode.EXHAUSTED
+        await world.agents._ask("upload", last, PackagePieceKept)
+        await world.others.register("bot", "1", package=b"theirs")
+
+
+async def test_what_was_uploaded_long_ago_and_never_registered_makes_room() -> None:
+    async with nats_for_tests() as nats, nats.service("scheduler") as bus:
+        bucket = await bus.objects(BUCKET, replicas=1)
+        clock = FakeClock(time.time())
+        packages = Packages(bucket, clock, 2 * PACKAGE_CHUNK_BYTES)
+        used, left, new = (UploadPackage(sha256=64 * it, index=0, data=b"x") for it in "abc")
+
+        async def registered() -> set[str]:
+            return {used.sha256}
+
+        for piece in (used, left):
+            await packages.keep("default", piece, registered)
+        with pytest.raises(DsecError, match="remove versions"):
+            await packages.keep("default", new, registered)
+        await clock.advance(2 * 3600)
+        await packages.keep("default", new, registered)
+        assert await bucket.names() == [f"default/{64 * it}/0" for it in "ac"]
 
 
 async def test_active_means_the_active_version_wherever_a_version_is_named(

@@ -88,14 +88,14 @@ class RegistryWorld:
 
 
 @asynccontextmanager
-async def registry_world() -> AsyncIterator[RegistryWorld]:
+async def registry_world(**settings: Any) -> AsyncIterator[RegistryWorld]:
     """Yield a scheduler, a node without instances, and the agents of two projects."""
     async with (
         nats_for_tests(projects=("other",)) as nats,
         control_plane(nats) as plane,
         nats.service("sandboxd", "node-1") as bus,
     ):
-        world = RegistryWorld(plane, await plane.scheduler())
+        world = RegistryWorld(plane, await plane.scheduler(**settings))
         world.node = Node(bus, "node-1")
         await world.node.start()
         world.agents = Agents(Channel(await plane.project(), "default"))

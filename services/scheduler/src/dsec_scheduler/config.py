@@ -46,6 +46,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             sets it aside for them.
         clock_tolerance_s: how far the clocks of an agent and of what it depends on may be apart.
         agent_packages_max_bytes: what packages of agents may take of it.
+        agent_packages_project_max_bytes: what those of one project may.
         replicas: how many NATS servers keep keys, queue and events.
         quotas: how projects share Compute Units; see
             :class:`~dsec_scheduler.fair_share.Quota`.
@@ -89,6 +90,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     dag_runs_max_bytes: int = 1 << 30
     clock_tolerance_s: float = CLOCK_TOLERANCE_MS / 1000
     agent_packages_max_bytes: int = 2 << 30
+    agent_packages_project_max_bytes: int = 512 << 20
     replicas: int = 1
     quotas: tuple[Quota, ...] = ()
     realtime_share: float = 0.1
@@ -134,6 +136,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             "node_in_flight",
             "dag_runs_max_bytes",
             "agent_packages_max_bytes",
+            "agent_packages_project_max_bytes",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

@@ -76,9 +76,15 @@ class AgentDoor:
         """Keep a piece of a package.
 
         Raises:
-            DsecError: ``invalid``; ``exhausted`` when the storage is full.
+            DsecError: ``invalid``; ``exhausted`` when the storage is full, or what the project may
+                have of it.
         """
-        return await self._packages.keep(asked.project, asked.message)
+
+        async def registered() -> set[str]:
+            records = await self._registry.of_project(asked.project)
+            return {one.package_sha256 for record in records for one in record.versions.values()}
+
+        return await self._packages.keep(asked.project, asked.message, registered)
 
     async def register(self, asked: Request[RegisterAgent]) -> AgentInfo:
         """Register a version; on return it can be used by every scheduler that reads it.

@@ -53,7 +53,8 @@ class AgentPart:
             clock,
         )
         governor = Governor(bus, registry, nodes, clock, config.node_forget_s)
-        return cls(bus, AgentDoor(registry, governor, Packages(bucket), clock, config), governor)
+        packages = Packages(bucket, clock, config.agent_packages_project_max_bytes)
+        return cls(bus, AgentDoor(registry, governor, packages, clock, config), governor)
 
     async def serve(self, queue: str) -> None:
         """Open the doors of projects, and that of nodes."""

@@ -78,7 +78,7 @@ async def victim(stack: Stack, base: str) -> AsyncIterator[Victim]:
             assert info.expires_at == 0
             assert (await sandbox.network.inspect()).policy.mode is NetworkMode.NONE
             assert (await snapshot.inspect()).snapshot_id == snapshot.id
-            assert len(await client.snapshots.list()) == 1
+            assert len(await client.snapshots.list(sandbox_id=sandbox.id)) == 1
             await snapshot.delete()
         assert (await rollout.close()).last_seq == 0
         assert (await client.layers.inspect(base)).reference == base

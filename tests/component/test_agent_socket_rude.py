@@ -23,6 +23,7 @@ from agent_world import (
     answers_others,
     until,
 )
+from dsec_common.wire.rollout import RolloutInfo
 from dsec_sandboxd.agent_limits import AgentLimits
 from dsec_sandboxd.agent_protocol import FRAME_MAX_BYTES, PAYLOAD_MAX_BYTES
 
@@ -220,10 +221,10 @@ async def test_while_the_platform_is_away_the_agent_is_told_to_ask_again(
 async def test_a_failure_of_ours_is_internal_and_tells_nothing_of_the_node(
     world: AgentWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(*_: Any) -> int:
+    async def broken(*_: Any) -> RolloutInfo:
         raise RuntimeError("secret of the node")
 
-    monkeypatch.setattr(world.gateway, "last_seq", broken)
+    monkeypatch.setattr(world.gateway, "inspect", broken)
     agent = await world.agent()
     answer = await agent.ask("hello")
     assert answer["error"]["code"] == "internal"

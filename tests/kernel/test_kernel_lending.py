@@ -145,19 +145,22 @@ async def test_a_directory_of_the_host_is_seen_read_only(world: World) -> None:
     assert (await world.shell("touch /run/dsec/actions/mps/mine")).exit_code != 0
 
 
+@pytest.mark.parametrize(
+    "name", ["elsewhere", "a\xa0b", "a\x0cb\x0cc", "a\rb\rc", "a\u2028b\u2028c"]
+)
 async def test_a_volume_goes_with_its_place_also_when_root_has_moved_what_is_above(
-    world: World,
+    world: World, name: str
 ) -> None:
     place = await with_place(world)
     await world.kernel.lend_mount("a", volume(place))
-    await world.say("mv /run /elsewhere && touch /elsewhere/dsec/actions/data/kept")
+    await world.say(f"mv /run '/{name}' && touch '/{name}/dsec/actions/data/kept'")
     holder = asyncio.create_task(
-        world.shell("exec 3</elsewhere/dsec/actions/data/kept; echo >/held; sleep 60")
+        world.shell(f"exec 3<'/{name}/dsec/actions/data/kept'; echo >/held; sleep 60")
     )
     await world.say("while [ ! -e /held ]; do sleep 0.02; done")
     await world.kernel.take_mounts("a", [place])
     assert (await holder).signal == 9
-    assert (await world.shell("ls /elsewhere/dsec/actions/data")).exit_code != 0
+    assert (await world.shell(f"ls '/{name}/dsec/actions/data'")).exit_code != 0
 
 
 @pytest.mark.parametrize("trick", ["ln -s /proc /run", "mkdir -p /run/dsec/actions/data"])

@@ -233,12 +233,13 @@ class ActionKeeper:
             action = await self._resources.give_back(
                 action, record, restore_network=action.local not in self._going
             )
-        except DsecError as error:
+        except Exception as raised:
+            error = as_dsec_error("ending an action", raised)
             if not self._closed:
                 _log.warning("action_not_returned", action=action.action_id, error=str(error))
                 delay_s = min(_RETRY_FIRST_S * 2**attempt, _RETRY_LONGEST_S)
                 self._later(key, delay_s, lambda: self._again(key, attempt + 1))
-            raise
+            raise error from raised
         self._save(
             msgspec.structs.replace(action, state=ActionState.ENDED, ended_at=self._clock.now())
         )

@@ -92,6 +92,10 @@ class Lender(KernelPart):
         """Remove places with what is mounted on them, and kill what uses a volume."""
         sandbox = self._sandboxes.get(local)
         volumes = _volumes(sandbox, places) if sandbox is not None else frozenset()
+        # Once before the places go, by which volumes are known: whoever dies in between and comes
+        # again finds none. And once after, for those who have opened something meanwhile.
+        if sandbox is not None and volumes:
+            await asyncio.to_thread(_kill_users, sandbox, frozenset(), volumes)
         for place in places:
             # The kernel unmounts what other namespaces have mounted on a directory that is removed.
             with contextlib.suppress(FileNotFoundError):
@@ -124,8 +128,9 @@ def _volumes(sandbox: Sandbox, places: Sequence[Path]) -> frozenset[int]:
     except (OSError, ValueError):  # it is dead, and so is everything in it
         return frozenset()
     found = set()
-    for line in table.splitlines():
-        words = line.split()
+    # The kernel escapes no other white space than these two, and names are root's inside to choose.
+    for line in table.removesuffix("\n").split("\n"):
+        words = line.split(" ")
         if words[-2] == _VOLUME and any(words[4].endswith(end) for end in ends):
             major, minor = words[2].split(":")
             found.add(os.makedev(int(major), int(minor)))
@@ -206,5 +211,5 @@ def _names(directory: str) -> list[str]:
 
 
 def _read(path: str) -> str:
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123  of /proc
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:  # noqa: PTH123  of /proc
         return file.read()

@@ -52,7 +52,7 @@ def answers(asked: Asked) -> Answer:
     if told["messages"][-1]["content"] == "busy":
         return Answer(status=429, headers={"Retry-After": "7"}, body='{"error": {"message": "no"}}')
     if told["messages"][-1]["content"] == "broken":
-        return Answer(status=401, body="who are you?")
+        return Answer(status=401, body=f"no such key: {asked.headers['authorization']}")
     return completion("hello", logprobs={"content": [{"token": "h", "logprob": -0.5}]})
 
 

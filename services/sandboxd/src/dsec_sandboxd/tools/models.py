@@ -23,6 +23,7 @@ _PIECE_BYTES: Final = 48 * 1024
 _SAID_MAX: Final = 500
 _OK: Final = 200
 _SERVER_ERROR: Final = 500
+_REFUSED_NODE: Final = frozenset({401, 403})
 _CODE_OF_STATUS: Final = {
     408: ErrorCode.TIMEOUT,
     429: ErrorCode.EXHAUSTED,
@@ -199,9 +200,11 @@ def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> DsecError:
         is_request = 400 <= status < _SERVER_ERROR  # noqa: PLR2004  HTTP's client errors
         code = ErrorCode.INVALID if is_request else ErrorCode.UNAVAILABLE
     retry_after = answer.headers.get("Retry-After", "")
+    # Some servers repeat the key that they do not take; it is the node's, and no agent's to see.
+    said = "what the node calls it with is not taken" if status in _REFUSED_NODE else _said(body)
     return DsecError(
         code,
-        f"the model server answered {status}: {_said(body)}",
+        f"the model server answered {status}: {said}",
         retryable=code is ErrorCode.EXHAUSTED,
         retry_after_s=float(retry_after) if retry_after.isdecimal() else 0.0,
         details={"status": status},

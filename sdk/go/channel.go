@@ -267,7 +267,7 @@ func (c *Channel) ask(
 	giveUpAt := time.Now().Add(wait + c.Patience)
 	pause := firstPause
 	for {
-		raw, err := c.askOnce(ctx, body, wait+margin)
+		raw, err := c.askOnce(ctx, body, wait+margin, nil)
 		if err == nil {
 			if result == nil {
 				return nil
@@ -308,8 +308,9 @@ func (c *Channel) ask(
 	}
 }
 
+// askOnce returns the result of one request; what comes before it is appended to parts.
 func (c *Channel) askOnce(
-	ctx context.Context, body []byte, timeout time.Duration,
+	ctx context.Context, body []byte, timeout time.Duration, parts *[]byte,
 ) (json.RawMessage, error) {
 	if c.connection == nil {
 		dialer := net.Dialer{Timeout: margin}
@@ -347,11 +348,18 @@ func (c *Channel) askOnce(
 	for {
 		var reply struct {
 			ID     *int64          `json:"id"`
+			Part   []byte          `json:"part"`
 			Result json.RawMessage `json:"result"`
 			Error  *told           `json:"error"`
 		}
 		if err := nextFrame(connection, &reply); err != nil {
 			return nil, err
+		}
+		if reply.Part != nil {
+			if parts != nil && reply.ID != nil && *reply.ID == c.lastID {
+				*parts = append(*parts, reply.Part...)
+			}
+			continue
 		}
 		// An answer to an earlier request, given up long ago, is passed over.
 		if reply.ID == nil && reply.Error != nil || reply.ID != nil && *reply.ID == c.lastID {

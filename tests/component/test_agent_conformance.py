@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent_clients import (
@@ -34,14 +36,24 @@ from dsec.rollouts import Rollout, Rollouts
 from dsec_common.behavior import BehaviorLog
 from dsec_common.clock import SystemClock
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
+from dsec_common.wire.network import NetworkMode, NetworkPolicy
+from dsec_common.wire.tools import NodeTools, Rate, ToolTerms
 from dsec_sandboxd.agent_gateway import ChronusGateway
 from dsec_sandboxd.agent_protocol import FRAME_MAX_BYTES, PAYLOAD_MAX_BYTES
 from dsec_sandboxd.agent_socket import SOCKET_NAME, AgentSocketServer
+from dsec_sandboxd.state_database import StateDatabase
 from dsec_sandboxd.step_log import StepLog
+from dsec_sandboxd.tools.desk import ToolDesk
+from dsec_sandboxd.tools.models import ModelServer
+from dsec_sandboxd.tools.rates import CallRates
+from outside_web import Answer, Asked, Web, completion, web
+from tool_names import Loopback
 
 pytestmark = pytest.mark.timeout(400)  # a first build may have to compile its dependencies
 
 WITHIN_S = 60
+#: More than one part of an answer holds, of all bytes.
+LARGE = bytes(range(256)) * 1024
 
 
 @dataclass
@@ -49,6 +61,7 @@ class Node:
     """A node with one sandbox that serves a rollout, and the rollout's trainer."""
 
     rollout: Rollout
+    gateway: ChronusGateway
     server: AgentSocketServer
     directory: Path
     records: list[BehaviorLog] = field(default_factory=list)
@@ -91,7 +104,7 @@ async def node(language: str, nats: NatsForTests, tmp_path: Path) -> AsyncIterat
         gateway = ChronusGateway(node_bus, StepLog(NODE, records), NODE, SystemClock())
         server = AgentSocketServer(gateway, NODE)
         await server.open(sandbox_record(rollout_id=rollout.id), tmp_path)
-        yield Node(rollout, server, tmp_path, records)
+        yield Node(rollout, gateway, server, tmp_path, records)
         await server.aclose()
 
 
@@ -208,6 +221,89 @@ async def test_what_a_client_did_is_in_the_behaviour_log(node: Node, language: s
             "error": "as it was told",
         },
     )
+
+
+def outside(asked: Asked) -> Answer:
+    if asked.path.endswith("/chat/completions"):
+        return completion("hellö")
+    if asked.path == "/cut":
+        return Answer(body="half", cut=True)
+    status = 404 if asked.path == "/none" else 200
+    return Answer(status=status, body=LARGE, headers={"X-Site": asked.method})
+
+
+@contextlib.asynccontextmanager
+async def tools_of(node: Node, site: Web) -> AsyncIterator[None]:
+    """Have the node make calls for its sandbox, of a contract with a client and a model."""
+    terms = {
+        "http_client": ToolTerms(permissions=("network_access",)),
+        "llm": ToolTerms(model="m", max_tokens=50, rate_limit=Rate(count=1, window_s=3600)),
+    }
+    network = NetworkPolicy(mode=NetworkMode.OPEN)
+    record = msgspec.structs.replace(
+        sandbox_record(rollout_id=node.rollout.id), tools=NodeTools(terms=terms, network=network)
+    )
+    with contextlib.closing(StateDatabase(node.directory / "rates")) as database:
+        desk = ToolDesk(
+            Loopback(),
+            ModelServer(f"{site.url}/v1", ""),
+            CallRates(database, SystemClock().monotonic),
+            SystemClock(),
+            network_of=lambda _: network,
+            log=node.gateway.log,
+        )
+        node.server.run_tools(desk)
+        await node.server.open(record, node.directory)
+        yield
+
+
+async def test_a_node_calls_the_tools_that_a_client_asks_for(node: Node, language: str) -> None:
+    with web(outside) as site:
+        async with tools_of(node, site), client_of(language, node) as client:
+            assert (await client.ask("hello"))["result"]["tools"] == ["http_client", "llm"]
+            posted = {"method": "POST", "headers": {"X-Mine": "a"}, "body": "ö\u2028<&>"}
+            for path, status in (("/there?a=1&b=<2>", 200), ("/none", 404)):
+                url = f"{site.url}{path}"
+                told = (await client.ask("http", url=url, **posted))["result"]
+                assert told.pop("url").startswith(site.url)
+                assert told == {
+                    "status": status,
+                    "x_site": ["POST"],
+                    "bytes": len(LARGE),
+                    "sha256": hashlib.sha256(LARGE).hexdigest(),
+                }
+            assert site.asked[0].headers["x-mine"] == "a"
+            assert site.asked[0].body.decode() == posted["body"]
+            for url, code in (
+                ("http://192.0.2.1/", "denied"),
+                ("ftp://x/", "invalid"),
+                (f"{site.url}/cut", "unavailable"),
+            ):
+                assert refusal(await client.ask("http", url=url, method="GET"))[0] == code, url
+            question = {"messages": [{"role": "user", "content": "hi"}], "options": {"seed": 7}}
+            greedy = await client.ask("complete", tool="llm", max_tokens=51, **question)
+            assert refusal(greedy)[:2] == ("denied", False)
+            written = (await client.ask("complete", tool="llm", max_tokens=9, **question))["result"]
+            assert written["model"] == "deepseek-v2-7b"  # the server's own word
+            assert (written["tokens_in"], written["tokens_out"]) == (11, 7)
+            assert written["body"]["choices"][0]["message"]["content"] == "hellö"
+            sent = json.loads(site.asked[-1].body)
+            assert (sent["max_tokens"], sent["seed"]) == (9, 7)
+            # A refusal that may pass is told at once, and what is asked next is answered.
+            often = await client.ask("complete", tool="llm", max_tokens=9, **question)
+            assert refusal(often)[:2] == ("exhausted", True)
+            other = await client.ask("tool", tool="shell", call="run", arguments={"command": "id"})
+            assert refusal(other) == ("denied", False, {"tool": "shell"})
+            large = "x" * (FRAME_MAX_BYTES + 1)
+            assert refusal(await client.ask("http", url=large, method="GET"))[0] == "invalid"
+            assert await client.ask("report", stage="one", payload=None) == {"result": 1}
+    # Each is one step, of the node's own; what was never sent is none.
+    steps = [(it.attributes["tool"], it.status) for it in node.records if it.action == "tool_call"]
+    assert steps == [
+        *(("http_client", status) for status in ("200", "404", "denied", "invalid", "unavailable")),
+        *(("llm", status) for status in ("denied", "ok", "exhausted")),
+        ("shell", "denied"),
+    ]
 
 
 async def test_an_agent_serves_a_rollout_over_its_own_death(node: Node, language: str) -> None:

@@ -5,6 +5,8 @@ The programs in ``sdk/go/conformance`` and ``sdk/rust/examples`` are the same in
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import sys
 from typing import Any
@@ -44,9 +46,35 @@ def answer(channel: AgentChannel, asked: dict[str, Any]) -> Any:
             channel.log(**asked)
         case "call":
             call(asked)
+        case "tool" | "http" | "complete" as op:
+            return by_node(channel, op, asked)
         case op:
             raise AssertionError(op)
     return None
+
+
+def by_node(channel: AgentChannel, op: str, asked: dict[str, Any]) -> Any:
+    """Have the node make a tool's call."""
+    if op == "http":
+        return http(channel, asked)
+    if op == "complete":
+        told, body = channel.call_tool(asked.pop("tool"), "complete", asked, 600)
+        del told["bytes"]
+        return {**told, "body": json.loads(body)}
+    return channel.call_tool(asked["tool"], asked["call"], asked["arguments"], 1)[0]
+
+
+def http(channel: AgentChannel, asked: dict[str, Any]) -> dict[str, Any]:
+    """Have the node make a request, and return what the answer was like."""
+    sent = base64.b64encode(asked.pop("body", "").encode()).decode()
+    told, body = channel.call_tool("http_client", "request", {**asked, "body": sent}, 30)
+    return {
+        "status": told["status"],
+        "url": told["url"],
+        "x_site": [value for name, value in told["headers"] if name.lower() == "x-site"],
+        "bytes": len(body),
+        "sha256": hashlib.sha256(body).hexdigest(),
+    }
 
 
 def call(asked: dict[str, Any]) -> None:

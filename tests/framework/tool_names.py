@@ -1,4 +1,4 @@
-"""A way out for tools that is names alone: it tells where one might go, and goes nowhere."""
+"""Ways out for tools: one that is names alone and goes nowhere, and one to this machine."""
 
 from __future__ import annotations
 
@@ -36,3 +36,15 @@ class Names:
     def tcp_socket(self, family: socket.AddressFamily) -> socket.socket:
         """Lead nowhere."""
         raise OSError("this way leads nowhere")
+
+
+class Loopback(Names):
+    """Leads to servers of the test on this machine, which no real way does."""
+
+    def is_never(self, address: Address) -> bool:
+        """Return whether an address is another machine's."""
+        return not address.is_loopback
+
+    def tcp_socket(self, family: socket.AddressFamily) -> socket.socket:
+        """Return a socket of this machine."""
+        return socket.socket(family, socket.SOCK_STREAM)

@@ -4,6 +4,8 @@ package main
 import (
 	"bufio"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -28,6 +30,13 @@ type request struct {
 	Method     string            `json:"method"`
 	Arguments  map[string]any    `json:"arguments"`
 	Fails      string            `json:"fails"`
+	Call       string            `json:"call"`
+	URL        string            `json:"url"`
+	Headers    map[string]string `json:"headers"`
+	Body       string            `json:"body"`
+	Messages   json.RawMessage   `json:"messages"`
+	MaxTokens  int               `json:"max_tokens"`
+	Options    map[string]any    `json:"options"`
 }
 
 func main() {
@@ -106,6 +115,32 @@ func answer(ctx context.Context, channel *agent.Channel, asked request) (any, er
 				call.Notes = asked.Attributes
 				return nil
 			})
+	case "tool":
+		answer, err := channel.AskTool(ctx, asked.Tool, asked.Call, asked.Arguments, time.Second)
+		return answer.Result, err
+	case "http":
+		response, err := channel.HTTP(ctx, agent.HTTPRequest{
+			URL: asked.URL, Method: asked.Method, Headers: asked.Headers, Body: []byte(asked.Body),
+		})
+		if err != nil {
+			return nil, err
+		}
+		sum := sha256.Sum256(response.Body)
+		return map[string]any{
+			"status": response.Status, "url": response.URL, "x_site": response.Headers["X-Site"],
+			"bytes": len(response.Body), "sha256": hex.EncodeToString(sum[:]),
+		}, nil
+	case "complete":
+		completion, err := channel.Complete(ctx, asked.Tool, agent.ModelRequest{
+			Messages: asked.Messages, MaxTokens: asked.MaxTokens, Options: asked.Options,
+		})
+		if err != nil {
+			return nil, err
+		}
+		return map[string]any{
+			"model": completion.Model, "tokens_in": completion.TokensIn,
+			"tokens_out": completion.TokensOut, "body": completion.Body,
+		}, nil
 	}
 	panic("no such op: " + asked.Op)
 }

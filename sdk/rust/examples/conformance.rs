@@ -1,6 +1,9 @@
 //! The program that the conformance suite drives: requests as lines of JSON in, results out.
 
-use dsec_agent::{code, json, serve, Action, Agent, Channel, Error, Feedback, Value};
+use dsec_agent::{
+    code, json, serve, Action, Agent, Channel, Error, Feedback, HttpRequest, ModelRequest, Value,
+};
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::io::{self, BufRead};
 use std::time::Duration;
@@ -100,6 +103,48 @@ fn answer(channel: &mut Channel, asked: &Value) -> Result<Value, Error> {
                 Ok(Value::Null)
             },
         ),
+        Some("tool") => channel
+            .ask_tool(
+                &text("tool"),
+                &text("call"),
+                &asked["arguments"],
+                Duration::from_secs(1),
+            )
+            .map(|answer| answer.result),
+        Some("http") => {
+            let mut request = HttpRequest::new(text("method"), text("url"));
+            request.body = text("body").into_bytes();
+            for (name, value) in asked["headers"].as_object().into_iter().flatten() {
+                request
+                    .headers
+                    .insert(name.clone(), value.as_str().unwrap_or("").into());
+            }
+            let response = channel.http(&request)?;
+            Ok(json!({
+                "status": response.status,
+                "url": response.url,
+                "x_site": response
+                    .headers
+                    .iter()
+                    .filter(|(name, _)| name.eq_ignore_ascii_case("x-site"))
+                    .map(|(_, value)| value)
+                    .collect::<Vec<_>>(),
+                "bytes": response.body.len(),
+                "sha256": format!("{:x}", Sha256::digest(&response.body)),
+            }))
+        }
+        Some("complete") => {
+            let mut request = ModelRequest::new(asked["messages"].clone());
+            request.max_tokens = asked["max_tokens"].as_u64();
+            request.options = asked["options"].as_object().cloned().unwrap_or_default();
+            let completion = channel.complete(&text("tool"), &request)?;
+            Ok(json!({
+                "model": completion.model,
+                "tokens_in": completion.tokens_in,
+                "tokens_out": completion.tokens_out,
+                "body": completion.body,
+            }))
+        }
         other => panic!("no such op: {other:?}"),
     }
 }

@@ -1,4 +1,5 @@
 use crate::errors::{code, Error};
+use base64::{engine::general_purpose::STANDARD, Engine};
 use serde_json::{json, Map, Value};
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -237,24 +238,13 @@ impl Channel {
 
     /// Returns the result of one request, repeated while it can help.
     fn ask(&mut self, request: Map<String, Value>, wait: Duration) -> Result<Value, Error> {
-        let body = serde_json::to_vec(&request)
-            .map_err(|error| Error::new(code::INVALID, format!("this is no JSON: {error}")))?;
-        if body.len() > REQUEST_MAX_BYTES {
-            return Err(Error::new(
-                code::INVALID,
-                format!(
-                    "a request of {} bytes: at most {PAYLOAD_MAX_BYTES} bytes of payload may be \
-                     sent; put larger data into a file of the sandbox and report its path",
-                    body.len()
-                ),
-            ));
-        }
+        let body = encoded(&Value::Object(request))?;
         let give_up_at = Instant::now().checked_add(wait.saturating_add(self.patience));
         let mut pause = FIRST_PAUSE;
         loop {
             let late = give_up_at.map_or(false, |at| Instant::now() > at);
             let mut next = pause;
-            match self.ask_once(&body, wait + MARGIN) {
+            match self.ask_once(&body, wait + MARGIN, None) {
                 Ok(reply) if reply["error"].is_object() => {
                     let refusal = Error::of_told(&reply["error"]);
                     if !refusal.retryable || late {
@@ -277,7 +267,33 @@ impl Channel {
         }
     }
 
-    fn ask_once(&mut self, body: &[u8], timeout: Duration) -> io::Result<Value> {
+    /// Returns the result of one request that is never repeated, and what comes before it in `parts`.
+    pub(crate) fn ask_just_once(
+        &mut self,
+        request: &Value,
+        wait: Duration,
+        parts: &mut Vec<u8>,
+    ) -> Result<Value, Error> {
+        let body = encoded(request)?;
+        match self.ask_once(&body, wait + MARGIN, Some(parts)) {
+            Ok(reply) if reply["error"].is_object() => Err(Error::of_told(&reply["error"])),
+            Ok(mut reply) => Ok(reply["result"].take()),
+            Err(broken) => {
+                self.connection = None;
+                Err(Error::new(
+                    code::UNAVAILABLE,
+                    format!("the node's answer was lost ({broken}); the call may have been made"),
+                ))
+            }
+        }
+    }
+
+    fn ask_once(
+        &mut self,
+        body: &[u8],
+        timeout: Duration,
+        mut parts: Option<&mut Vec<u8>>,
+    ) -> io::Result<Value> {
         if self.connection.is_none() {
             self.connection = Some(UnixStream::connect(&self.path)?);
         }
@@ -294,6 +310,14 @@ impl Channel {
         let until = Instant::now() + timeout;
         loop {
             let reply = next_frame(connection, until)?;
+            if let Some(part) = reply["part"].as_str() {
+                if let (Some(parts), true) = (parts.as_mut(), reply["id"] == id) {
+                    STANDARD
+                        .decode_vec(part, parts)
+                        .map_err(|error| broken(error.to_string()))?;
+                }
+                continue;
+            }
             // An answer to an earlier request, given up long ago, is passed over.
             if reply["id"] == id || (reply["id"].is_null() && reply["error"].is_object()) {
                 return Ok(reply);
@@ -312,6 +336,22 @@ impl Channel {
         error.retryable = true;
         error
     }
+}
+
+fn encoded(request: &Value) -> Result<Vec<u8>, Error> {
+    let body = serde_json::to_vec(request)
+        .map_err(|error| Error::new(code::INVALID, format!("this is no JSON: {error}")))?;
+    if body.len() > REQUEST_MAX_BYTES {
+        return Err(Error::new(
+            code::INVALID,
+            format!(
+                "a request of {} bytes: at most {PAYLOAD_MAX_BYTES} bytes of payload may be \
+                 sent; put larger data into a file of the sandbox and report its path",
+                body.len()
+            ),
+        ));
+    }
+    Ok(body)
 }
 
 fn fields(request: Value) -> Map<String, Value> {

@@ -21,9 +21,11 @@ mod calls;
 mod channel;
 mod errors;
 mod serve;
+mod tools;
 
 pub use calls::{arguments_sha256, Call};
 pub use channel::{About, Action, Channel, Feedback, DEFAULT_PATH, PAYLOAD_MAX_BYTES};
 pub use errors::{code, Error};
 pub use serde_json::{json, Map, Value};
 pub use serve::{serve, Agent};
+pub use tools::{tool, Answer, Completion, HttpRequest, HttpResponse, ModelRequest};

@@ -51,7 +51,8 @@ async def lives(world: World) -> bool:
     try:
         return await world.say("echo lives") == "lives"
     except DsecError as error:
-        if error.code is not ErrorCode.UNAVAILABLE:
+        # It dies while it is asked, or its end has been told already.
+        if error.code not in {ErrorCode.UNAVAILABLE, ErrorCode.NOT_FOUND}:
             raise
         return False
 

@@ -248,3 +248,15 @@ def test_what_a_slow_reader_has_not_read_is_bounded() -> None:
     assert stream.offer(_piece(b"x", PENDING_BYTES)) == PENDING_BYTES
     assert len(stream.take()) == PENDING_BYTES
     assert stream.offer(_piece(b"x", PENDING_BYTES)) == PENDING_BYTES + 1
+
+
+def test_calls_of_functions_may_be_numbered_from_any_number() -> None:
+    chunks = [
+        STREAM[0],
+        _token(_call(1, name="sh", arguments='{"a":'), 1),
+        _token(_call(1, arguments="1}"), 2),
+        _token(_call(3, name="sh", arguments="{}"), 3),
+        _chunk(finish_reason="tool_calls"),
+    ]
+    reader, _ = _fed(chunks)
+    assert [it.arguments for it in reader.end().answer.tool_calls] == ['{"a":1}', "{}"]

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from dsec_chronus.contents import Contents
 from dsec_chronus.draft import Draft
 from dsec_chronus.effects import (
@@ -26,6 +28,7 @@ from dsec_chronus.errors import (
     no_checkpoint,
     no_sandbox,
     rollout_closed,
+    too_many_branches,
     too_much_state,
 )
 from dsec_chronus.events import ActionAsked, ActionDone, Moment, PutAsked
@@ -38,6 +41,8 @@ from dsec_chronus.records import (
     RolloutBegun,
     StateTaken,
     StateWritten,
+    answer_size,
+    size_of,
     values_size,
 )
 from dsec_chronus.rollout import Rollout, goes_back
@@ -52,11 +57,17 @@ from dsec_common.wire.checkpoint import (
 )
 
 STATE_BYTES_MAX: Final = 512 * 1024
-"""Of one rollout's state: with it, one answer that holds all of it fits a NATS message."""
+"""Of one rollout's state, as JSON."""
+
+ANSWER_BYTES_MAX: Final = 960 * 1024
+"""Of the same state as answers carry it: one that holds all of it fits a NATS message."""
 
 FENCED_NUMBERS: Final = 1024
 """Numbers of reports that a rollback leaves out. More are never under way from one sandbox, so
 nothing that was sent before the rollback can be taken for what comes after it."""
+
+BRANCHES_BYTES_MAX: Final = 512 * 1024
+"""Of the records that branches begin with: they become durable together, in one frame."""
 
 AUTOMATIC: Final = "\0every "
 """Begins the keys of checkpoints that are made by themselves; no caller's key does."""
@@ -81,19 +92,22 @@ def put(asked: PutAsked, draft: Draft, rollout_id: str) -> tuple[list[Record], M
     if draft.is_closed:
         raise rollout_closed(rollout_id)
     need_no_rollback(kept, rollout_id)
-    after = {**kept.values, **asked.values}
+    before = {**kept.values, **asked.values}
+    after = dict(before)
     for name in asked.deletes:
         after.pop(name, None)
     if after == kept.values:
         return [], StateVersion(version=kept.version)
     if (size := values_size(after)) > STATE_BYTES_MAX:
         raise too_much_state(rollout_id, size, STATE_BYTES_MAX)
+    if (size := answer_size(after)) > ANSWER_BYTES_MAX:
+        raise too_much_state(rollout_id, size, ANSWER_BYTES_MAX)
     record = StateWritten(
         local=asked.local,
         at=asked.at.unix_s,
         version=next_version(kept.version, asked.at),
         puts=asked.values,
-        deletes=asked.deletes,
+        deletes=tuple(name for name in asked.deletes if name in before),
     )
     kept.apply(record)
     return [record], StateVersion(version=record.version)
@@ -113,8 +127,9 @@ def begin(asked: ActionAsked, draft: Draft, shard: str) -> tuple[list[Record], D
     """Return the intent that the journal must hold before anything is done, and who waits for it.
 
     Raises:
-        DsecError: ``not_found`` without a fitting checkpoint; ``invalid`` without a sandbox;
-            ``conflict`` for a key of another action; ``expired`` when the rollout is closed;
+        DsecError: ``not_found`` without a fitting checkpoint; ``invalid`` without a sandbox,
+            or for more branches than one frame holds; ``conflict`` for a key of another action;
+            ``expired`` when the rollout is closed;
             ``unavailable`` while another action is under way.
     """
     rollout_id, kept = f"{shard}.{asked.local}", draft.kept
@@ -126,6 +141,8 @@ def begin(asked: ActionAsked, draft: Draft, shard: str) -> tuple[list[Record], D
     if kept.action is not None:
         if kept.action.key != asked.key:
             raise acting(rollout_id, kept.action.kind)
+        if kept.action.kind is not asked.kind:
+            raise key_reused(rollout_id, asked.key)
         number = kept.action.number
         return [], WaitForAction(request_id=asked.request_id, local=asked.local, number=number)
     if draft.is_closed and asked.kind is not ActionKind.BRANCH:
@@ -149,6 +166,8 @@ def _intent(asked: ActionAsked, draft: Draft, rollout_id: str) -> ActionBegun:
         step, sandbox_id = checkpoint.begun.step, sandbox_id or checkpoint.begun.sandbox_id
     if not sandbox_id:
         raise no_sandbox(rollout_id)
+    if asked.count > (most := _branches_at_once(draft.rollout.begun)):
+        raise too_many_branches(rollout_id, asked.count, most)
     return ActionBegun(
         local=asked.local,
         at=asked.at.unix_s,
@@ -163,6 +182,10 @@ def _intent(asked: ActionAsked, draft: Draft, rollout_id: str) -> ActionBegun:
         reward=draft.reward,
         lost=asked.lost,
     )
+
+
+def _branches_at_once(begun: RolloutBegun) -> int:
+    return BRANCHES_BYTES_MAX // size_of(msgspec.structs.replace(begun, group="", task=b""))
 
 
 def automatic(draft: Draft, seq: int, at: Moment) -> ActionBegun | None:

@@ -285,6 +285,15 @@ def bad_count(count: int, most: int) -> DsecError:
     return invalid(f"{count} branches: ask for 1 to {most}", count=count)
 
 
+def too_many_branches(rollout_id: str, count: int, most: int) -> DsecError:
+    """Return the error for more branches than begin together with labels as large as these."""
+    return invalid(
+        f"{count} branches of rollout {rollout_id}: with its labels, {most} are the most at once",
+        rollout_id=rollout_id,
+        count=count,
+    )
+
+
 def bad_key(key: str, most: int) -> DsecError:
     """Return the error for a key that no action can have."""
     return invalid(

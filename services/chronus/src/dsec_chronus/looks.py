@@ -8,6 +8,7 @@ from typing import assert_never
 from dsec_chronus.contents import Contents
 from dsec_chronus.drafts import need_fence
 from dsec_chronus.errors import (
+    acting,
     bad_seq,
     group_unknown,
     history_forgotten,
@@ -88,11 +89,15 @@ class Looks:
         """Return the id of the sandbox whose report has no feedback yet.
 
         Raises:
-            DsecError: ``not_found`` or ``expired`` when it does not wait for any.
+            DsecError: ``not_found`` or ``expired`` when it does not wait for any; ``unavailable``
+                while feedback is held back.
         """
         rollout, rollout_id = self.contents.rollouts.get(local), self._id(local)
         if rollout is None or rollout.begun.project != project:
             raise rollout_unknown(rollout_id)
+        action = rollout.kept.action
+        if action is not None and rollout.kept.holds_feedback:
+            raise acting(rollout_id, action.kind)
         if not rollout.closed_at and seq not in rollout.feedback:
             for report in reversed(rollout.reports):  # a new one, mostly
                 if report.seq == seq:

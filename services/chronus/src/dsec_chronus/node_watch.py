@@ -24,6 +24,7 @@ class NodeWatch:
         self._clock = clock
         self._lost_after_s = lost_after_s
         self._heard: dict[str, float] = {}
+        self._silent: frozenset[str] = frozenset()
         self._listening_since = clock.monotonic()
 
     async def start(self) -> None:
@@ -35,12 +36,18 @@ class NodeWatch:
         self._heard[request.tokens[-1]] = self._clock.monotonic()
 
     def lost(self, nodes: Iterable[str]) -> list[str]:
-        """Return those that are gone; to be asked several times in ``lost_after_s``."""
+        """Return those that are gone; to be asked several times in ``lost_after_s``.
+
+        They were silent for long when this was asked the time before, too: after this process
+        stood still, what came meanwhile is read only once it has looked.
+        """
         now = self._clock.monotonic()
         if not self._bus.connected:
             self._listening_since = now
-        return [
+        silent = [
             node
             for node in nodes
             if now - max(self._heard.get(node, 0.0), self._listening_since) > self._lost_after_s
         ]
+        before, self._silent = self._silent, frozenset(silent)
+        return [node for node in silent if node in before]

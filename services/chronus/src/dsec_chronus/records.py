@@ -28,6 +28,8 @@ _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
 
 _VALUE_BYTES: Final = 64
+#: Of JSON: ``5.0,`` is nine bytes in an answer, and nothing grows by more.
+_SURELY_FITS_BYTES: Final = 400 * 1024
 _RECORD_BYTES: Final = 256
 """What a record costs besides its texts; an estimate for limits."""
 
@@ -267,7 +269,9 @@ def size_of(record: Record) -> int:
     """Return about how many bytes a record takes in the journal and in memory."""
     match record:
         case RolloutBegun():
-            labels = sum(len(name) + len(value) for name, value in record.labels.items())
+            labels = sum(
+                len(name.encode()) + len(value.encode()) for name, value in record.labels.items()
+            )
             return _RECORD_BYTES + labels + len(record.group) + len(record.task)
         case StageReported():
             return _RECORD_BYTES + len(record.payload) + len(record.stage)
@@ -290,7 +294,16 @@ def size_of(record: Record) -> int:
 
 def values_size(values: Mapping[str, bytes]) -> int:
     """Return about how many bytes values take, with their names."""
-    return sum(len(name) + len(value) + _VALUE_BYTES for name, value in values.items())
+    return sum(len(name.encode()) + len(value) + _VALUE_BYTES for name, value in values.items())
+
+
+def answer_size(values: Mapping[str, bytes]) -> int:
+    """Return how many bytes values take in an answer; as JSON when they surely fit as either."""
+    size = values_size(values)
+    if size <= _SURELY_FITS_BYTES:
+        return size
+    whole = {name: unpack(value) for name, value in values.items()}
+    return len(msgspec.msgpack.encode(whole))
 
 
 def _taken_size(taken: Taken | None) -> int:

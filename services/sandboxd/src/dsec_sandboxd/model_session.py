@@ -87,10 +87,14 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class PendingCall:
-    """A call under way, or answered and not handed over."""
+    """A call under way, or answered and not handed over.
+
+    Calls with the same ``sample`` are one to the trainer's side: a request, and what repeats it.
+    """
 
     key: str
     request: Request | None
+    sample: object
     waiting: int = 0
     stream: AnswerStream | None = None
     seq: int = 0
@@ -308,7 +312,8 @@ class ModelSession:
         self._give_up(oldest)
 
     def _begin(self, request: Request, key: str, *, repeat: bool) -> PendingCall:
-        call = PendingCall(key, request)
+        same = self._calls.get(key)
+        call = PendingCall(key, request, same[-1].sample if repeat and same else object())
         call.task = asyncio.get_running_loop().create_task(
             self._run(call, repeat=repeat), name=f"model call of {self._record.local}"
         )
@@ -319,7 +324,7 @@ class ModelSession:
     async def _run(self, call: PendingCall, *, repeat: bool) -> CallAnswer:
         call.reported(await self._report(call, repeat=repeat))
         if call.abandoned:
-            self._spawn(self._tell_cancelled(call.seq))
+            self._cancel_sample(call)
             raise ModelCallError(503, "the call was given up", retry=True)
         while True:
             deadline = self._clock.monotonic() + _AWAIT_S
@@ -383,9 +388,15 @@ class ModelSession:
             return
         if call.seq:
             call.task.cancel()
-            self._spawn(self._tell_cancelled(call.seq))
+            self._cancel_sample(call)
         else:
             call.abandoned = True  # its report is on its way, and has to be taken back
+
+    def _cancel_sample(self, call: PendingCall) -> None:
+        """Have a call ended where it is sampled, unless another request waits for the same."""
+        others = (other for other in self._calls.get(call.key, ()) if not other.task.done())
+        if all(other.sample is not call.sample for other in others):
+            self._spawn(self._tell_cancelled(call.seq))
 
     async def _tell_cancelled(self, seq: int) -> None:
         try:

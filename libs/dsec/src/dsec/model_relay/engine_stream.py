@@ -90,6 +90,7 @@ class StreamReader:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
+        self._call_index = -1  # the server's number of the newest
         self._finish_reason = ""
         self._stop_sequence: str | None = None
 
@@ -158,14 +159,15 @@ class StreamReader:
 
     def _take_call(self, piece: _ToolCall) -> None:
         name, arguments = piece.function.name or "", piece.function.arguments or ""
-        if piece.index >= len(self._calls):
+        if not self._calls or piece.index > self._call_index:
+            self._call_index = piece.index
             index = len(self._calls)
             assert self._begun is not None  # noqa: S101  told with the first chunk
             call = _Call(piece.id or f"call_{self._begun.id}_{index}", name)
             self._calls.append(call)
             begun = ModelDelta(tool=index, tool_id=call.id, tool_name=name)
-        elif piece.index == len(self._calls) - 1:
-            call, begun = self._calls[-1], ModelDelta(tool=piece.index)
+        elif piece.index == self._call_index:
+            call, begun = self._calls[-1], ModelDelta(tool=len(self._calls) - 1)
         else:
             raise not_faithful("it streams calls of functions one into another")
         call.arguments.append(arguments)

@@ -201,7 +201,7 @@ class ModelRelay:
             self._by_report[whole.seq] = known
             if known.answer is not None:
                 group.create_task(self._tell(whole.seq, known.answer))
-            elif known.live is not None:
+            elif known.live is not None and not known.settled:
                 known.following[whole.seq] = group.create_task(self._follow(whole.seq, known.live))
             return
         call = self._calls[whole.key] = self._by_report[whole.seq] = _Call(whole.seq)
@@ -291,6 +291,9 @@ class ModelRelay:
             call.following[seq] = group.create_task(self._follow(seq, live))
         try:
             return await self._engine.stream(request, live.tell)
+        except BaseException:
+            call.live = None  # who calls again meanwhile waits for the next sample
+            raise
         finally:
             for task in call.following.values():
                 task.cancel()

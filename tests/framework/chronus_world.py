@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from chronus_journal import JournalOfTest, taken
@@ -157,6 +158,12 @@ class World:
 
     # --- Requests; each returns its id ----------------------------------------------------------
 
+    def _ask(self, kind: Callable[..., Event], **fields: Any) -> int:
+        """Have the core asked now; return the request's number."""
+        request_id = self._next_id()
+        self.handle(kind(request_id=request_id, at=self.at, **fields))
+        return request_id
+
     def _next_id(self) -> int:
         self._ids += 1
         return self._ids
@@ -170,18 +177,13 @@ class World:
         checkpoint_every: int = 0,
     ) -> int:
         """Open a rollout."""
-        request_id = self._next_id()
-        self.handle(
-            OpenAsked(
-                request_id=request_id,
-                project=project,
-                local=local,
-                labels=labels or {},
-                checkpoint_every=checkpoint_every,
-                at=self.at,
-            )
+        return self._ask(
+            OpenAsked,
+            project=project,
+            local=local,
+            labels=labels or {},
+            checkpoint_every=checkpoint_every,
         )
-        return request_id
 
     def report(
         self,
@@ -194,20 +196,15 @@ class World:
         sandbox_id: str = "node-1.a",
     ) -> int:
         """Report as the sandbox."""
-        request_id = self._next_id()
-        self.handle(
-            ReportAsked(
-                request_id=request_id,
-                project=project,
-                local=local,
-                seq=seq,
-                stage=stage,
-                payload=pack(payload),
-                sandbox_id=sandbox_id,
-                at=self.at,
-            )
+        return self._ask(
+            ReportAsked,
+            project=project,
+            local=local,
+            seq=seq,
+            stage=stage,
+            payload=pack(payload),
+            sandbox_id=sandbox_id,
         )
-        return request_id
 
     def feedback(
         self,
@@ -219,32 +216,23 @@ class World:
         project: str = PROJECT,
     ) -> int:
         """Answer as the trainer."""
-        request_id = self._next_id()
-        self.handle(
-            FeedbackAsked(
-                request_id=request_id,
-                project=project,
-                local=local,
-                seq=seq,
-                payload=pack(payload),
-                reward=reward,
-                done=False,
-                at=self.at,
-            )
+        return self._ask(
+            FeedbackAsked,
+            project=project,
+            local=local,
+            seq=seq,
+            payload=pack(payload),
+            reward=reward,
+            done=False,
         )
-        return request_id
 
     def close(self, local: str = ROLLOUT, *, project: str = PROJECT) -> int:
         """Close as the trainer."""
-        request_id = self._next_id()
-        self.handle(CloseAsked(request_id=request_id, project=project, local=local, at=self.at))
-        return request_id
+        return self._ask(CloseAsked, project=project, local=local)
 
     def inspect(self, local: str = ROLLOUT, *, project: str = PROJECT) -> int:
         """Look as the trainer."""
-        request_id = self._next_id()
-        self.handle(InspectAsked(request_id=request_id, project=project, local=local, at=self.at))
-        return request_id
+        return self._ask(InspectAsked, project=project, local=local)
 
     def next(
         self,
@@ -256,36 +244,15 @@ class World:
         project: str = PROJECT,
     ) -> int:
         """Wait for reports as the trainer."""
-        request_id = self._next_id()
-        self.handle(
-            NextAsked(
-                request_id=request_id,
-                project=project,
-                local=local,
-                after_seq=after_seq,
-                wait_s=wait_s,
-                limit=limit,
-                at=self.at,
-            )
+        return self._ask(
+            NextAsked, project=project, local=local, after_seq=after_seq, wait_s=wait_s, limit=limit
         )
-        return request_id
 
     def await_feedback(
         self, seq: int, *, wait_s: float = 30.0, local: str = ROLLOUT, project: str = PROJECT
     ) -> int:
         """Wait for feedback as the sandbox."""
-        request_id = self._next_id()
-        self.handle(
-            AwaitAsked(
-                request_id=request_id,
-                project=project,
-                local=local,
-                seq=seq,
-                wait_s=wait_s,
-                at=self.at,
-            )
-        )
-        return request_id
+        return self._ask(AwaitAsked, project=project, local=local, seq=seq, wait_s=wait_s)
 
     def step(
         self,
@@ -297,21 +264,16 @@ class World:
         project: str = PROJECT,
     ) -> int:
         """Report as the sandbox and wait for the feedback."""
-        request_id = self._next_id()
-        self.handle(
-            StepAsked(
-                request_id=request_id,
-                project=project,
-                local=local,
-                seq=seq,
-                stage="stage",
-                payload=pack(payload),
-                sandbox_id="node-1.a",
-                wait_s=wait_s,
-                at=self.at,
-            )
+        return self._ask(
+            StepAsked,
+            project=project,
+            local=local,
+            seq=seq,
+            stage="stage",
+            payload=pack(payload),
+            sandbox_id="node-1.a",
+            wait_s=wait_s,
         )
-        return request_id
 
     # --- State and actions ----------------------------------------------------------------------
 
@@ -412,13 +374,7 @@ class World:
 
     def take_group(self, group: str = GROUP, *, project: str = PROJECT) -> int:
         """Become a group's trainer."""
-        request_id = self._next_id()
-        self.handle(
-            GroupTakeAsked(
-                request_id=request_id, project=project, local=group, group=group, at=self.at
-            )
-        )
-        return request_id
+        return self._ask(GroupTakeAsked, project=project, local=group, group=group)
 
     def open_group(
         self,
@@ -461,22 +417,17 @@ class World:
         project: str = PROJECT,
     ) -> int:
         """Wait for steps as a group's trainer."""
-        request_id = self._next_id()
-        self.handle(
-            StepsAsked(
-                request_id=request_id,
-                project=project,
-                local=group,
-                group=group,
-                fence=fence,
-                epoch=epoch,
-                after=after,
-                wait_s=wait_s,
-                limit=limit,
-                at=self.at,
-            )
+        return self._ask(
+            StepsAsked,
+            project=project,
+            local=group,
+            group=group,
+            fence=fence,
+            epoch=epoch,
+            after=after,
+            wait_s=wait_s,
+            limit=limit,
         )
-        return request_id
 
     def answer_steps(
         self,
@@ -487,19 +438,14 @@ class World:
         project: str = PROJECT,
     ) -> int:
         """Answer steps as a group's trainer: rollouts, numbers and payloads."""
-        request_id = self._next_id()
-        self.handle(
-            AnswersAsked(
-                request_id=request_id,
-                project=project,
-                local=group,
-                group=group,
-                fence=fence,
-                answers=tuple(
-                    AnswerGiven(local=local, seq=seq, payload=pack(payload), reward=1.0, done=done)
-                    for local, seq, payload in answers
-                ),
-                at=self.at,
-            )
+        return self._ask(
+            AnswersAsked,
+            project=project,
+            local=group,
+            group=group,
+            fence=fence,
+            answers=tuple(
+                AnswerGiven(local=local, seq=seq, payload=pack(payload), reward=1.0, done=done)
+                for local, seq, payload in answers
+            ),
         )
-        return request_id

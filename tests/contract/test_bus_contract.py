@@ -16,6 +16,7 @@ from dsec_common import subjects
 from dsec_common.bus import Request, current_traceparent
 from dsec_common.errors import STATUS_OF, DsecError, ErrorCode, invalid
 from dsec_common.testing.nats import NatsForTests, nats_for_tests
+from dsec_common.wire.base import encode
 
 
 @pytest.fixture
@@ -427,6 +428,31 @@ async def test_events_arrive_in_order_and_a_bad_one_does_not_stop_the_rest(
         async with asyncio.timeout(20):
             await done.wait()
     assert seen == [number for number in range(100) if number != 5]
+
+
+async def test_messages_with_and_without_headers_keep_their_order(running: NatsForTests) -> None:
+    seen: list[int] = []
+    done = asyncio.Event()
+
+    async def see(request: Request[Question]) -> None:
+        seen.append(request.message.number)
+        if request.message.number == 99:
+            done.set()
+
+    subject = subjects.sandbox_event("default", subjects.ScopedId("node-1", "x"), "running")
+    credentials = str(running.auth.service_credentials("sandboxd", "node-1"))
+    async with (
+        running.project() as project,
+        await nats.connect(running.server.url, user_credentials=credentials) as client,
+    ):
+        await project.subscribe(subjects.project_events("default"), Question, see)
+        await project.flush()
+        for number in range(100):
+            headers = {"content-type": "application/msgpack"} if number % 2 else None
+            await client.publish(subject, encode(Question(number=number)), headers=headers)
+        async with asyncio.timeout(20):
+            await done.wait()
+    assert seen == list(range(100))
 
 
 async def test_an_operator_finds_the_service_and_reads_its_statistics(

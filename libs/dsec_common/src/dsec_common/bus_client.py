@@ -107,8 +107,12 @@ class DirectClient(Client):
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
         receive = self._direct.get(sid)
-        named = plain_headers(headers) if receive is not None and sid in self._subs else None
-        if receive is None or named is None:
+        named: dict[str, str] | None = None
+        is_plain = receive is not None and sid in self._subs
+        if is_plain and headers:  # acknowledgements of JetStream have none
+            named = plain_headers(headers)
+            is_plain = named is not None
+        if receive is None or not is_plain:
             await super()._process_msg(sid, subject, reply, data, headers)
             return
         self.stats["in_msgs"] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -24,8 +24,11 @@ M = TypeVar("M", bound="Message")
 
 _ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 _PAIRS: Final = tuple(first + second for first in _ALPHABET for second in _ALPHABET)
-_SHIFTS: Final = tuple(range(120, -1, -10))
-_RANDOM_BYTES: Final = 10
+#: Of the characters that say the time, two at once.
+_SHIFTS: Final = tuple(range(40, -1, -10))
+#: For each byte a character: each is that of as many bytes.
+_CHARACTER_OF: Final = (_ALPHABET * 8).encode()
+_RANDOM_CHARACTERS: Final = 16
 _RANDOM_AT_ONCE: Final = 400
 
 
@@ -33,24 +36,30 @@ class _Randomness:
     """The kernel's random bytes, fetched for some ids at once; a fork begins with none."""
 
     def __init__(self) -> None:
-        self._bytes = b""
+        self._characters = ""
         self._at = 0
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        self._bytes = b""
+        self._characters = ""
         self._at = 0
 
-    def take(self) -> bytes:
-        start, end = self._at, self._at + _RANDOM_BYTES
-        if end > len(self._bytes):
-            self._bytes = os.urandom(_RANDOM_BYTES * _RANDOM_AT_ONCE)
-            start, end = 0, _RANDOM_BYTES
+    def take(self) -> str:
+        start, end = self._at, self._at + _RANDOM_CHARACTERS
+        if end > len(self._characters):
+            fresh = os.urandom(_RANDOM_CHARACTERS * _RANDOM_AT_ONCE)
+            self._characters = fresh.translate(_CHARACTER_OF).decode("ascii")
+            start, end = 0, _RANDOM_CHARACTERS
         self._at = end
-        return self._bytes[start:end]
+        return self._characters[start:end]
 
 
 _randomness: Final = _Randomness()
+
+
+@lru_cache(maxsize=4)
+def _time_characters(milliseconds: int) -> str:
+    return "".join([_PAIRS[milliseconds >> shift & 1023] for shift in _SHIFTS])
 
 
 def new_id() -> str:
@@ -59,8 +68,7 @@ def new_id() -> str:
     The layout is ULID's (Crockford base 32), in lower case so that it is also a file name and a
     NATS token.
     """
-    number = (int(time.time() * 1000) << 80) | int.from_bytes(_randomness.take(), "big")
-    return "".join([_PAIRS[number >> shift & 1023] for shift in _SHIFTS])
+    return _time_characters(int(time.time() * 1000)) + _randomness.take()
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):

@@ -133,20 +133,21 @@ class Draft:
                     raise opened_otherwise(rollout_id)
                 record, reply = None, RolloutOpened(rollout_id=rollout_id)
             case ReportAsked():
-                record, reply = self._decide_report(asked, rollout_id)
+                record = self.report(asked, rollout_id)
+                reply = StageAccepted(seq=asked.seq, duplicate=record is None)
             case FeedbackAsked():
                 if self.rollout.begun.group:
                     raise answered_by_group(rollout_id, self.rollout.begun.group)
-                record, reply = self.answer(asked, asked.at, rollout_id)
+                record = self.answer(asked, asked.at, rollout_id)
+                reply = FeedbackAccepted(seq=asked.seq, duplicate=record is None)
             case CloseAsked():
                 record, reply = self._decide_close(asked, rollout_id)
             case _:
                 assert_never(asked)
         return record, reply
 
-    def _decide_report(
-        self, asked: ReportAsked, rollout_id: str
-    ) -> tuple[Record | None, StageAccepted]:
+    def report(self, asked: ReportAsked, rollout_id: str) -> StageReported | None:
+        """Return the report if it is new; errors as of :meth:`decide`."""
         if asked.seq < 1:
             raise bad_seq(asked.seq)
         if asked.sandbox_id in self.rollout.kept.replaced:
@@ -156,7 +157,7 @@ class Draft:
         if known is not None:
             if known.stage != asked.stage or not same_payload(known.payload, asked.payload):
                 raise reported_otherwise(rollout_id, asked.seq, self.last_seq)
-            return None, StageAccepted(seq=asked.seq, duplicate=True)
+            return None
         if self.is_closed:
             raise rollout_closed(rollout_id)
         if self.is_put_back:
@@ -176,19 +177,19 @@ class Draft:
             sandbox_id=asked.sandbox_id,
         )
         self.reports.append(record)
-        return record, StageAccepted(seq=asked.seq)
+        return record
 
     def answer(
         self, asked: FeedbackAsked | AnswerGiven, at: Moment, rollout_id: str
-    ) -> tuple[FeedbackGiven | None, FeedbackAccepted]:
-        """Return the feedback that is new, if it is, and the reply; errors as of :meth:`decide`."""
+    ) -> FeedbackGiven | None:
+        """Return the feedback if it is new; errors as of :meth:`decide`."""
         self._need_kept(asked.seq, rollout_id)
         known = self.rollout.feedback.get(asked.seq) or self.feedback.get(asked.seq)
         if known is not None:
             same = (known.reward, known.done) == (asked.reward, asked.done)
             if not same or not same_payload(known.payload, asked.payload):
                 raise answered_otherwise(rollout_id, asked.seq)
-            return None, FeedbackAccepted(seq=asked.seq, duplicate=True)
+            return None
         if self.is_closed:
             raise rollout_closed(rollout_id)
         if self._report(asked.seq) is None:
@@ -202,7 +203,7 @@ class Draft:
             done=asked.done,
         )
         self.feedback[asked.seq] = record
-        return record, FeedbackAccepted(seq=asked.seq)
+        return record
 
     def _decide_close(
         self, asked: CloseAsked, rollout_id: str

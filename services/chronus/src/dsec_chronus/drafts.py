@@ -96,10 +96,10 @@ class Drafts:
                 return acting.begin(asked, self._need_draft(asked), self.shard)
             case ActionDone():
                 return self._end_action(asked)
+            case StepAsked():
+                return self._step(asked), Wait(asked=_wait_of(asked))
             case _:
                 records, reply = self._change_rollout(asked)
-        if isinstance(asked, StepAsked):
-            return records, Wait(asked=_wait_of(asked))
         return records, Answer(request_id=asked.request_id, reply=reply)
 
     def _need_room(self, asked: Change, frame_bytes: int) -> None:
@@ -136,6 +136,11 @@ class Drafts:
         if isinstance(asked, ReportAsked) and record is not None:
             records += self._after_report(asked, draft)
         return records, reply
+
+    def _step(self, asked: StepAsked) -> list[Record]:
+        draft = self._need_draft(asked)
+        record = draft.report(asked, self._id(asked.local))
+        return [] if record is None else [record, *self._after_report(asked, draft)]
 
     def _after_report(self, asked: ReportAsked, draft: Draft) -> Iterator[Record]:
         due = acting.automatic(draft, asked.seq, asked.at)
@@ -239,7 +244,7 @@ class Drafts:
                     raise answer.refusal
                 if draft is None or not _belongs(draft.rollout, asked):
                     raise rollout_unknown(rollout_id)
-                record, reply = draft.answer(answer, asked.at, rollout_id)
+                record = draft.answer(answer, asked.at, rollout_id)
             except DsecError as error:
                 outcomes.append(StepOutcome(error=ErrorReply.of(error)))
                 continue
@@ -247,7 +252,7 @@ class Drafts:
                 records.append(record)
                 if record.done and (ended := draft.close(asked.at)) is not None:
                     records.append(ended)
-            outcomes.append(StepOutcome(duplicate=reply.duplicate))
+            outcomes.append(StepOutcome(duplicate=record is None))
         return records, StepsAnswered(outcomes=tuple(outcomes))
 
 

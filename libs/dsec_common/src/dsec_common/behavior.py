@@ -6,7 +6,7 @@ schema is ``wire/behavior.proto``; the text form lives in :mod:`dsec_common.beha
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -125,31 +125,15 @@ class BehaviorLog(msgspec.Struct, frozen=True, kw_only=True):
             ) from error
 
     def _message(self) -> behavior_pb2.BehaviorLog:
-        return behavior_pb2.BehaviorLog(
-            sandbox_id=self.sandbox_id,
-            project=self.project,
-            seq=self.seq,
-            source=self.source,
-            time_us=self.time_us,
-            agent=self.agent,
-            agent_id=self.agent_id,
-            action=self.action,
-            status=self.status,
-            latency_ms=self.latency_ms,
-            tokens_in=self.tokens_in,
-            tokens_out=self.tokens_out,
-            attributes=self.attributes,
-            rollout_id=self.rollout_id,
-            stage=self.stage,
-            message_id=self.message_id,
-            cause_id=self.cause_id,
-            traceparent=self.traceparent,
-            input_prompt=self.input_prompt,
-            output_text=self.output_text,
-            reward=self.reward,
-            error_code=self.error_code,
-            detail_shed=self.detail_shed,
-        )
+        message = behavior_pb2.BehaviorLog()
+        # Most fields are empty in most records; the constructor would convert each of them.
+        for name in _PLAIN_FIELDS:
+            if value := getattr(self, name):
+                setattr(message, name, value)
+        message.attributes.update(self.attributes)
+        if self.reward is not None:
+            message.reward = self.reward
+        return message
 
     def without_detail(self) -> Self:
         """Return the record without attributes, input_prompt and output_text, and saying so."""
@@ -179,3 +163,9 @@ class BehaviorLog(msgspec.Struct, frozen=True, kw_only=True):
             DsecError: ``invalid``, naming the column where the line stops making sense.
         """
         return msgspec.convert(from_text(line), cls)
+
+
+#: Those whose empty value is the same as none at all.
+_PLAIN_FIELDS: Final = tuple(
+    name for name in BehaviorLog.__struct_fields__ if name not in {"attributes", "reward"}
+)

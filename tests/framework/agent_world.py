@@ -117,6 +117,9 @@ class MemoryGateway:
             self.waiting -= 1
         return self.feedback[seq]
 
+    def reserve(self, record: SandboxRecord, count: int) -> None:
+        """Remember nothing: the steps follow."""
+
     def log(self, record: SandboxRecord, action: str, **step: Any) -> None:
         """Remember a step."""
         self.steps.append({"local": record.local, "action": action, **step})

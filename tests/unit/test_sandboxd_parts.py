@@ -407,6 +407,29 @@ def test_a_sandboxs_steps_are_numbered_without_a_gap() -> None:
     assert written[0].agent == "sandbox"
 
 
+def test_numbers_kept_ahead_are_kept_once_and_are_a_gap_when_the_daemon_dies() -> None:
+    kept: list[int] = []
+
+    class Keeper:
+        def keep_sequence(self, _local: str, _source: str, seq: int) -> None:
+            kept.append(seq)
+
+    written = Written()
+    steps = StepLog("n1", written, keeper=Keeper())
+    steps.step(RECORD, "create")
+    steps.reserve(RECORD.local, 2)
+    assert kept == [1, 3]
+    steps.step(RECORD, "stage")
+    steps.step(RECORD, "feedback")
+    assert kept == [1, 3]
+    steps.reserve(RECORD.local, 1)  # and here the daemon is killed
+    later = StepLog("n1", written, "later", Keeper())
+    later.resume(RECORD.local, "sandboxd", kept[-1])
+    later.step(RECORD, "feedback")
+    assert [step.seq for step in written] == [1, 2, 3, 5]
+    assert kept == [1, 3, 4, 5]
+
+
 def test_a_steps_attributes_are_bounded_and_can_be_written() -> None:
     written = Written()
     StepLog("n1", written).step(RECORD, "exec", attributes={"command": "\udcff" + "x" * 5000})

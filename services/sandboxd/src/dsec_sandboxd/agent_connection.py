@@ -252,6 +252,7 @@ class AgentConnection:
         finally:
             release()
         self._send(frame)
+        self._session.write_steps()
 
     async def _part(self, request_id: RequestId, data: bytes) -> None:
         """Send a piece of an answer once those before it are taken: they are not piled up here."""

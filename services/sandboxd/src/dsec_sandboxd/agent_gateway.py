@@ -71,6 +71,10 @@ class AgentGateway(Protocol):
         """Return the feedback to a report, or that it is not ready at ``deadline``."""
         ...
 
+    def reserve(self, record: SandboxRecord, count: int) -> None:
+        """Number the sandbox's next steps, which follow before anything is awaited."""
+        ...
+
     def log(
         self,
         record: SandboxRecord,
@@ -99,6 +103,10 @@ class Asker(Protocol):
 
 class StepWriter(Protocol):
     """The part of the step log that is written to."""
+
+    def reserve(self, local: str, count: int) -> None:
+        """Keep the numbers of the next steps."""
+        ...
 
     def step(
         self,
@@ -225,6 +233,10 @@ class ChronusGateway:
                 return feedback
             if now - began < _FIRST_PAUSE_S:  # an owner that does not wait must not be hammered
                 await self._clock.sleep(_FIRST_PAUSE_S)
+
+    def reserve(self, record: SandboxRecord, count: int) -> None:
+        """Number the sandbox's next steps, which follow before anything is awaited."""
+        self._steps.reserve(record.local, count)
 
     def log(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, assert_never
+from typing import Any, Final, NamedTuple, assert_never
 
 import msgspec
 
@@ -45,6 +45,13 @@ STEP_MAX_BYTES: Final = 16 * 1024
 Json = dict[str, Any]
 
 
+class _Due(NamedTuple):
+    action: str
+    stage: str
+    latency_ms: float
+    attributes: dict[str, str]
+
+
 class AgentSession:
     """The agent's side of one sandbox; shared by all its connections."""
 
@@ -68,6 +75,8 @@ class AgentSession:
         self._numbering = asyncio.Lock()
         self._logged_seq = 0
         self._answered_seq = 0
+        # Steps whose answer is about to be sent; see `write_steps`.
+        self._due: list[_Due] = []
 
     @property
     def local(self) -> str:
@@ -75,7 +84,7 @@ class AgentSession:
         return self._record.local
 
     async def answer(self, request: AgentRequest, sent: Callable[[], None], part: Part) -> Json:
-        """Do what is asked and return the result.
+        """Do what is asked and return the result; once that is sent, :meth:`write_steps` is due.
 
         Args:
             request: any but a :class:`Log`, which :meth:`log` takes without waiting.
@@ -187,7 +196,8 @@ class AgentSession:
         # A repetition whose first answer got lost is a duplicate there, and not yet logged here.
         if seq > self._logged_seq:
             self._logged_seq = seq
-            self._step("stage", stage, began, {"stage": stage, "seq": str(seq)})
+            attributes = {"stage": stage, "seq": str(seq)}
+            self._log_step(_Due("stage", stage, self._ms_since(began), attributes))
         return {"seq": seq, "duplicate": duplicate}
 
     async def _step_at_once(self, request: Step) -> Json:
@@ -206,7 +216,7 @@ class AgentSession:
         )
         if seq > self._logged_seq:
             self._logged_seq = seq
-            self._step("stage", stage, self._clock.monotonic(), {"stage": stage, "seq": str(seq)})
+            self._due.append(_Due("stage", stage, 0.0, {"stage": stage, "seq": str(seq)}))
         return self._answered(feedback, began)
 
     async def _await(self, seq: int, wait_s: float) -> Json:
@@ -218,28 +228,43 @@ class AgentSession:
 
     def _answered(self, feedback: FeedbackState, began: float) -> Json:
         seq = feedback.seq
-        if not feedback.ready:
-            return {"ready": False, "seq": seq}
-        if seq > self._answered_seq:
-            self._answered_seq = seq
-            self._step("feedback", "", began, _told(feedback))
-        return {
-            "ready": True,
-            "seq": seq,
-            "payload": feedback.payload,
-            "reward": feedback.reward,
-            "done": feedback.done,
-        }
+        result: Json = {"ready": False, "seq": seq}
+        if feedback.ready:
+            result = {
+                "ready": True,
+                "seq": seq,
+                "payload": feedback.payload,
+                "reward": feedback.reward,
+                "done": feedback.done,
+            }
+            if seq > self._answered_seq:
+                self._answered_seq = seq
+                self._due.append(_Due("feedback", "", self._ms_since(began), _told(feedback)))
+        if self._due:
+            self._gateway.reserve(self._record, len(self._due))
+        return result
 
-    def _step(self, action: str, stage: str, began: float, attributes: dict[str, str]) -> None:
+    def write_steps(self) -> None:
+        """Write the steps whose answer was sent just now: nobody waits for that any more.
+
+        Their numbers are kept already. Nothing may be awaited between the answer's return and this.
+        """
+        due, self._due = self._due, []
+        for step in due:
+            self._log_step(step)
+
+    def _log_step(self, step: _Due) -> None:
         self._gateway.log(
             self._record,
-            action,
+            step.action,
             status="ok",
-            latency_ms=1000 * (self._clock.monotonic() - began),
-            attributes=attributes,
-            stage=stage,
+            latency_ms=step.latency_ms,
+            attributes=step.attributes,
+            stage=step.stage,
         )
+
+    def _ms_since(self, began: float) -> float:
+        return 1000 * (self._clock.monotonic() - began)
 
     def _deadline(self, wait_s: float) -> float:
         return self._clock.monotonic() + wait_s

@@ -72,6 +72,7 @@ class SequenceKeeper(Protocol):
 class _Numbering:
     source: str
     seq: int = 0
+    kept: int = 0
 
 
 class StepLog:
@@ -164,17 +165,33 @@ class StepLog:
 
     def resume(self, local: str, source: str, seq: int) -> None:
         """Go on with the numbering of an earlier daemon, after ``seq``."""
-        self._numbering[local] = _Numbering(source, seq)
+        self._numbering[local] = _Numbering(source, seq, seq)
+
+    def reserve(self, local: str, count: int) -> None:
+        """Keep the numbers of the next ``count`` steps, which follow before anything is awaited.
+
+        If the daemon is killed before they are written, they show as a gap.
+        """
+        numbering = self._of(local)
+        self._keep(local, numbering, numbering.seq + count)
 
     def _next(self, local: str) -> _Numbering:
+        numbering = self._of(local)
+        numbering.seq += 1
+        self._keep(local, numbering, numbering.seq)
+        return numbering
+
+    def _of(self, local: str) -> _Numbering:
         # A command that the sandbox's end cut short is told after it.
         numbering = self._ended.get(local) or self._numbering.get(local)
         if numbering is None:
             numbering = self._numbering[local] = _Numbering(self._source)
-        numbering.seq += 1
-        if self._keeper is not None and local in self._numbering:
-            self._keeper.keep_sequence(local, numbering.source, numbering.seq)
         return numbering
+
+    def _keep(self, local: str, numbering: _Numbering, seq: int) -> None:
+        if self._keeper is not None and seq > numbering.kept and local in self._numbering:
+            numbering.kept = seq
+            self._keeper.keep_sequence(local, numbering.source, seq)
 
     def end(self, local: str) -> None:
         """Note that a sandbox is over; the numbering of the last 10,000 is kept for late steps."""

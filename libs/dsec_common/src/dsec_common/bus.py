@@ -19,7 +19,6 @@ from dsec_common.bus_connection import Connection
 from dsec_common.bus_discovery import Discovery
 from dsec_common.bus_headers import (
     current_traceparent,
-    error_headers,
     outgoing,
     raise_service_error,
 )
@@ -29,6 +28,7 @@ from dsec_common.bus_objects import ObjectBucket
 from dsec_common.bus_order import flush
 from dsec_common.bus_reading import read_messages
 from dsec_common.bus_requests import Which, to_dsec_error
+from dsec_common.bus_sending import Sending
 from dsec_common.bus_serving import EventSubscription, ReplyGuard, Served
 from dsec_common.bus_streams import Consumer, Streams
 from dsec_common.bus_types import (
@@ -43,8 +43,8 @@ from dsec_common.bus_types import (
     StreamSpec,
     content_type_of,
 )
-from dsec_common.errors import DsecError, ErrorCode, invalid
-from dsec_common.wire.base import MSGPACK, ErrorReply, Message, decode, encode
+from dsec_common.errors import DsecError, invalid
+from dsec_common.wire.base import MSGPACK, Message, decode, encode
 
 __all__ = [
     "Bus",
@@ -81,6 +81,7 @@ class Bus:
         self._client = connection.client
         self._inbox = connection.inbox
         self._guard = ReplyGuard(connection.config.reply_prefixes)
+        self._sending = Sending(self._client, self._guard)
         self._streams = Streams(self._client, self._inbox, self._guard)
         connection.on_reconnect.append(self._streams.reconnected)
         self._served: list[Served[Any]] = []
@@ -168,7 +169,7 @@ class Bus:
         Raises:
             DsecError: ``unavailable`` when disconnected with a full buffer; ``invalid``.
         """
-        await self._send(subject, encode(message), outgoing(MSGPACK, headers))
+        await self._sending.send(subject, encode(message), outgoing(MSGPACK, headers))
 
     async def reply(self, to: ReplyAddress, message: Message) -> None:
         """Answer a caller whose request was handed on, in the encoding that it reads.
@@ -178,30 +179,22 @@ class Bus:
         Raises:
             DsecError: ``denied`` for a subject that is no reply subject; as :meth:`publish`.
         """
-        await self._reply(to, encode(message, to.content_type), outgoing(to.content_type))
+        await self._sending.reply(to, message)
 
     async def reply_error(self, to: ReplyAddress, error: DsecError) -> None:
         """Answer a caller with ``error``; otherwise as :meth:`reply`."""
-        await self._reply(
-            to,
-            encode(ErrorReply.of(error), to.content_type),
-            outgoing(to.content_type, error_headers(error)),
-        )
+        await self._sending.reply(to, error)
 
-    async def _reply(self, to: ReplyAddress, body: bytes, headers: dict[str, str]) -> None:
-        if not to.subject:
-            return
-        if not self._guard.allows(to.subject):
-            raise DsecError(ErrorCode.DENIED, f"{to.subject} is not a subject that replies go to")
-        await self._send(to.subject, body, headers)
+    def reply_soon(self, to: ReplyAddress, answer: Message | DsecError) -> None:
+        """Answer a caller as :meth:`reply` and :meth:`reply_error`, without waiting.
 
-    async def _send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
-        if self._client.publish_at_once(subject, "", body, headers):
-            return
-        try:
-            await self._client.publish(subject, body, headers=headers)
-        except nats.errors.Error as error:
-            raise to_dsec_error(error, "publish to", subject) from error
+        What cannot be sent at once, as without a connection, is sent by a task, which logs its
+        failure.
+
+        Raises:
+            DsecError: ``denied`` for a subject that is no reply subject; ``invalid``.
+        """
+        self._sending.reply_soon(to, answer)
 
     # --- Answering ----------------------------------------------------------------------------
 
@@ -214,6 +207,7 @@ class Bus:
         queue: str = "",
         concurrency: int = 64,
         max_pending: int = 1024,
+        at_once: bool = False,
     ) -> Served[MessageT]:
         """Answer requests on ``subject`` with what ``handler`` returns.
 
@@ -228,6 +222,8 @@ class Bus:
             concurrency: handlers at once.
             max_pending: requests that may wait for one; more are answered ``exhausted``. Of both,
                 and of what large requests take of the memory, one project has a part only.
+            at_once: ``handler`` waits for nothing, and all else on the connection waits for it: it
+                is called without a task, and the bounds do not matter.
         """
         served = Served(
             subject,
@@ -235,9 +231,10 @@ class Bus:
             handler,
             concurrency=concurrency,
             max_pending=max_pending,
-            send=self._send,
+            send=self._sending.send,
             guard=self._guard,
             held=self._held,
+            at_once=at_once,
         )
         # The client's own limits drop silently; ours answer. Reception never waits, so no
         # message stays in the client.
@@ -292,7 +289,7 @@ class Bus:
         """
         if self._discovery is not None:
             raise invalid(f"this bus is already registered as {self._discovery.name}")
-        self._discovery = Discovery(name, version, description, self._served, self._send)
+        self._discovery = Discovery(name, version, description, self._served, self._sending.send)
         await self._discovery.open(self._client, self._guard)
 
     # --- Streams and buckets ------------------------------------------------------------------
@@ -473,6 +470,7 @@ class Bus:
         if sum(counts):
             _log.warning("cancelled what was not done at the end of the drain", count=sum(counts))
         if self.connected:
+            await self._sending.finish(max(deadline - time.monotonic(), 0.0))
             with contextlib.suppress(DsecError):
                 await self.flush()
         await self.close()
@@ -490,6 +488,7 @@ class Bus:
         await asyncio.gather(
             *(served.finish(0.0) for served in self._served),
             *(events.finish(0.0) for events in self._events),
+            self._sending.finish(0.0),
         )
         await self._connection.close()
 

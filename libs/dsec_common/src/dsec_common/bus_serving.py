@@ -64,6 +64,9 @@ class Served(Generic[MessageT]):
     At most ``concurrency`` handlers run, at most ``max_pending`` requests wait for one, of which
     one project never has all; a request beyond that is answered ``exhausted`` at once. Nothing is
     dropped without an answer, but for a request whose reply subject is not allowed.
+
+    With ``at_once`` a handler, which then must not wait for anything, is called by whoever reads
+    the connection: it costs no task, and no request ever waits for a place.
     """
 
     def __init__(
@@ -77,11 +80,13 @@ class Served(Generic[MessageT]):
         send: Send,
         guard: ReplyGuard,
         held: Held,
+        at_once: bool = False,
     ) -> None:
         self.subject = subject
         self.stats = ServeStats()
         self._request_type = request_type
         self._handler = handler
+        self._at_once = at_once
         self._held = held
         self._intake: Intake[tuple[Msg, float]] = Intake(concurrency, max_pending)
         self._concurrency = concurrency
@@ -100,6 +105,10 @@ class Served(Generic[MessageT]):
                 subject=message.subject,
                 reply=message.reply,
             )
+            return
+        if self._at_once:
+            await self._handle(message)
+            current_traceparent.set("")  # the reader's own; it goes on to other requests
             return
         project, size = project_of(message.subject), len(message.data)
         if not self._held.take(project, size):

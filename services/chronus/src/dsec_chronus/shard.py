@@ -28,6 +28,7 @@ from dsec_chronus.effects import (
 from dsec_chronus.errors import shard_moving, too_large
 from dsec_chronus.events import (
     ActionAsked,
+    ActionDone,
     ClockTicked,
     Event,
     FrameFailed,
@@ -60,9 +61,6 @@ from dsec_common.wire.rollout_group import ShardTaken
 log = structlog.get_logger()
 
 LABELS_BYTES_MAX: Final = 16 * 1024
-
-_CONCURRENCY: Final = 1024
-"""Handlers only start things, so this bounds nothing but a burst."""
 
 
 class Origin(TypedDict):
@@ -116,7 +114,7 @@ class Shard:
         self._on_end = on_end
         self._journal = Journal(bus, name, clock, is_owner)
         self.core = ShardState(name, config, self._journal.epoch)
-        self._nodes = NodeActions(name, bus, clock, self._handle, self.core.actions.needs)
+        self._nodes = NodeActions(name, bus, clock, self._action_done, self.core.actions.needs)
         self._ids = itertools.count(1)
         self._callers: dict[int, _Caller] = {}
         self._to_write: asyncio.Queue[WriteFrame | PurgeJournal] = asyncio.Queue()
@@ -125,7 +123,7 @@ class Shard:
         self._writer: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = 0.0
-        self._ticking: set[asyncio.Task[None]] = set()
+        self._announcing: set[asyncio.Task[None]] = set()
         self._lost = False
         self._gone = False
 
@@ -139,22 +137,31 @@ class Shard:
             DsecError: ``unavailable`` or ``timeout`` when NATS does not answer.
         """
         async for sequence, frame in self._journal.take():
-            await self._handle(FrameRead(frame=frame, sequence=sequence))
+            self._handle(FrameRead(frame=frame, sequence=sequence))
         self._writer = asyncio.create_task(self._write(), name=f"journal {self.name}")
         await RolloutDoors(self).serve()
         await GroupDoors(self).serve()
         await CheckpointDoors(self).serve()
         await StreamDoor(self, self._bus).serve()
         await self._bus.flush()
-        await self._handle(JournalRead(at=self._now()))
+        self._handle(JournalRead(at=self._now()))
         # Whoever waits for an answer of the last owner asks again, which here it may do by now.
         await self._bus.publish(subjects.shard_taken(self.name), ShardTaken(shard=self.name))
 
-    async def serve(self, subject: str, kind: type[MessageT], handler: Handler[MessageT]) -> None:
-        """Answer requests on a subject until the shard ends."""
-        served = await self._bus.serve(
-            subject, kind, handler, concurrency=_CONCURRENCY, max_pending=16 * _CONCURRENCY
-        )
+    async def serve(
+        self,
+        subject: str,
+        kind: type[MessageT],
+        handler: Handler[MessageT],
+        *,
+        at_once: bool = True,
+    ) -> None:
+        """Answer requests on a subject until the shard ends.
+
+        What the core decides is carried out without waiting, so handlers that do no more than hand
+        it a request are called ``at_once``.
+        """
+        served = await self._bus.serve(subject, kind, handler, at_once=at_once)
         self._served.append(served)
 
     async def stop(self, timeout_s: float) -> None:
@@ -178,10 +185,10 @@ class Shard:
         self._writer = None
         if self._timer is not None:
             self._timer.cancel()
-        await self._perform(self.core.handle(ShardLost(error=shard_moving(self.name))))
+        self._perform(self.core.handle(ShardLost(error=shard_moving(self.name))))
         await self._unsubscribe()
         self._gone = True
-        for task in list(self._ticking):
+        for task in list(self._announcing):
             await task
 
     async def _unsubscribe(self) -> None:
@@ -219,14 +226,14 @@ class Shard:
         """Forget rollouts that are over."""
         if not self._lost:
             self._nodes.sweep()
-            await self._handle(SweepDue(at=self._now()))
+            self._handle(SweepDue(at=self._now()))
 
     async def node_lost(self, node: str) -> None:
         """Have the rollouts of a node that is gone go on elsewhere, from durable checkpoints."""
         for project, local, sandbox_id in self.core.actions.lost_with(node):
             if self._lost:
                 return
-            await self._handle(
+            self._handle(
                 ActionAsked(
                     request_id=0,
                     project=project,
@@ -274,26 +281,31 @@ class Shard:
         self._callers[request_id] = _Caller(
             verb, request.caller, request.message.message_id, request.traceparent
         )
-        await self._handle(event)
+        self._handle(event)
 
-    async def _handle(self, event: Event) -> None:
+    async def _action_done(self, event: ActionDone) -> None:
+        self._handle(event)
+
+    def _handle(self, event: Event) -> None:
         effects = self.core.handle(event)
         if self.core.settled:
             self._settled.set()
         self._set_timer()
-        await self._perform(effects)
+        self._perform(effects)
 
-    async def _perform(self, effects: list[Effect]) -> None:
+    def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case WriteFrame() | PurgeJournal():
                     self._to_write.put_nowait(effect)
                 case Answer() | Refuse():
-                    await self._answer(effect)
+                    self._answer(effect)
                 case Perform() | DropCheckpoint() | Collect():
                     self._nodes.do(effect)
                 case Announce():
-                    await self._announce(effect)
+                    task = asyncio.create_task(self._announce(effect), name="announce")
+                    self._announcing.add(task)
+                    task.add_done_callback(self._announcing.discard)
                 case _:
                     assert_never(effect)
 
@@ -305,7 +317,7 @@ class Shard:
         except DsecError as error:
             log.warning("an event was not published", shard=self.name, error=error.message)
 
-    async def _answer(self, effect: Answer | Refuse) -> None:
+    def _answer(self, effect: Answer | Refuse) -> None:
         caller = self._callers.pop(effect.request_id, None)
         if caller is None:
             return
@@ -315,9 +327,9 @@ class Shard:
         try:
             if isinstance(effect, Answer):
                 reply = msgspec.structs.replace(effect.reply, cause_id=caller.message_id)
-                await self._bus.reply(caller.address, reply)
+                self._bus.reply_soon(caller.address, reply)
             else:
-                await self._bus.reply_error(caller.address, effect.error)
+                self._bus.reply_soon(caller.address, effect.error)
         except DsecError as error:
             # Whoever asked asks again, by the same number.
             log.warning("an answer could not be sent", shard=self.name, error=error.message)
@@ -339,11 +351,7 @@ class Shard:
 
     def _tick(self) -> None:
         self._timer = None
-        task = asyncio.create_task(
-            self._handle(ClockTicked(at=self._now())), name=f"deadlines {self.name}"
-        )
-        self._ticking.add(task)
-        task.add_done_callback(self._ticking.discard)
+        self._handle(ClockTicked(at=self._now()))
 
     # --- The journal --------------------------------------------------------------------------
 
@@ -366,14 +374,14 @@ class Shard:
         except DsecError as error:
             metrics.FRAMES.labels("refused").inc()
             log.warning("the journal refused a frame", shard=self.name, error=error.message)
-            await self._handle(FrameFailed(error=error, at=self._now()))
+            self._handle(FrameFailed(error=error, at=self._now()))
             return
         except FencedError:
             metrics.FRAMES.labels("fenced").inc()
             raise
         metrics.FRAMES.labels("written").inc()
         metrics.RECORDS.inc(len(frame.records))
-        await self._handle(FrameWritten(sequence=sequence, at=self._now()))
+        self._handle(FrameWritten(sequence=sequence, at=self._now()))
 
     async def _purge(self, effect: PurgeJournal) -> None:
         try:

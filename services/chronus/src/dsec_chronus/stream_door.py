@@ -27,7 +27,7 @@ class StreamDoor:
     async def serve(self) -> None:
         """Hand on from now on until the shard ends."""
         pieces = subjects.any_project_rollout(self._shard.name, "stream")
-        await self._shard.serve(pieces, StreamFeedback, self._hand_on)
+        await self._shard.serve(pieces, StreamFeedback, self._hand_on, at_once=False)
 
     async def _hand_on(self, request: Request[StreamFeedback]) -> None:
         piece = request.message

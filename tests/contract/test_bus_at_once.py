@@ -69,7 +69,7 @@ async def test_answers_beyond_what_can_be_written_at_once_arrive_all_the_same(
     running: NatsForTests,
 ) -> None:
     waiting: list[Request[Question]] = []
-    count, text = 40, "x" * 100_000
+    count, text = 40, "x" * 800_000
 
     async with running.service("scheduler") as service, running.project() as project:
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic
 
+import msgspec
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -164,7 +164,7 @@ class Served(Generic[MessageT]):
         try:
             request = self.read(message)
             if since:
-                request = dataclasses.replace(request, waited_s=started_at - since)
+                request = msgspec.structs.replace(request, waited_s=started_at - since)
             answer = await self._handler(request)
             if answer is not None and message.reply:
                 await self._send_answer(message, answer)

@@ -58,8 +58,7 @@ class ReplyAddress(msgspec.Struct, frozen=True):
     content_type: str = MSGPACK
 
 
-@dataclass(frozen=True, slots=True)
-class Request(Generic[MessageT]):
+class Request(msgspec.Struct, Generic[MessageT], frozen=True):
     """One message as its handler sees it.
 
     Attributes:

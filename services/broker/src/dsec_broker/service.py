@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar, Final, assert_never
@@ -201,7 +200,7 @@ class BrokerService(Service[BrokerConfig]):
     async def _grant_to_node(self, request: Request[GrantLease]) -> Message:
         """Grant slices of the asking node's own GPUs, whatever node the message names."""
         asked = msgspec.structs.replace(request.message, node=request.tokens[-2])
-        return await self._grant(replace(request, message=asked))
+        return await self._grant(msgspec.structs.replace(request, message=asked))
 
     async def _release_of_node(self, request: Request[ReleaseLease]) -> Message:
         """Give back a lease of the asking node, and of no other."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from functools import lru_cache
 
 from dsec_common.subjects import ScopedId
 
@@ -28,6 +29,7 @@ def group_id_of(project: str, group: str, shards: int) -> ScopedId:
     return _scoped(_group(project, group), shards)
 
 
+@lru_cache(maxsize=1024)
 def group_local(project: str, group: str) -> str:
     """Return the same within any shard."""
     return _local(_group(project, group))

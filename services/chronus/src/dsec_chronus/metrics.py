@@ -22,3 +22,9 @@ TAKEOVERS: Final = Counter("dsec_chronus_takeovers_total", "Shards taken, by suc
 def answered(verb: str, outcome: str) -> Counter:
     """Return the counter of a kind of request: looking it up costs more than counting."""
     return REQUESTS.labels(verb, outcome)
+
+
+@cache
+def frames(outcome: str) -> Counter:
+    """Return the counter of frames that came to this, as :func:`answered`."""
+    return FRAMES.labels(outcome)

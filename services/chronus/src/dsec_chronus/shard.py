@@ -372,14 +372,14 @@ class Shard:
         try:
             sequence = await self._journal.append(frame)
         except DsecError as error:
-            metrics.FRAMES.labels("refused").inc()
+            metrics.frames("refused").inc()
             log.warning("the journal refused a frame", shard=self.name, error=error.message)
             self._handle(FrameFailed(error=error, at=self._now()))
             return
         except FencedError:
-            metrics.FRAMES.labels("fenced").inc()
+            metrics.frames("fenced").inc()
             raise
-        metrics.FRAMES.labels("written").inc()
+        metrics.frames("written").inc()
         metrics.RECORDS.inc(len(frame.records))
         self._handle(FrameWritten(sequence=sequence, at=self._now()))
 

@@ -148,6 +148,40 @@ async def test_of_two_trainers_the_newer_goes_on_and_the_older_is_told_why(
         assert {answer["by"] for one in heard for answer in one} == {"newer"}
 
 
+async def test_a_trainer_that_was_replaced_changes_nothing_of_its_groups_rollouts(
+    nats: NatsForTests,
+) -> None:
+    async with (
+        chronus_service(nats),
+        nats.project() as bus,
+        nats.service("sandboxd", "node-1") as node_bus,
+        rollouts_of(bus).group(GROUP, ["task"]) as older,
+    ):
+        agent = Agent(node_bus, older.rollouts[0].id)
+        await agent.report(1, "saw")
+        await older.rollouts[0].put_state({"by": "older"})
+        async with rollouts_of(bus).group(GROUP, ["task"]) as newer:
+            await newer.rollouts[0].put_state({"by": "newer"})
+            by_id = rollouts_of(bus).get(older.rollouts[0].id)
+            for rollout, is_replaced in ((older.rollouts[0], True), (by_id, False)):
+                for ask in (
+                    rollout.put_state({"by": "nobody"}),
+                    rollout.checkpoint(),
+                    rollout.roll_back(),
+                    rollout.branch(1),
+                ):
+                    with pytest.raises(DsecError) as refusal:
+                        await ask
+                    assert refusal.value.code is ErrorCode.CONFLICT
+                    assert is_fenced(refusal.value) is is_replaced
+            with pytest.raises(DsecError, match="taken the group"):
+                await older.rollouts[0].close()
+            # Whoever has its id may read it, and close it.
+            assert await by_id.get_state() == {"by": "newer"}
+            assert (await by_id.inspect()).state is RolloutState.OPEN
+            assert (await by_id.close()).state is RolloutState.CLOSED
+
+
 async def read_all(steps: AsyncIterator[Step]) -> None:
     async for _ in steps:
         pass

@@ -277,7 +277,9 @@ class World:
 
     # --- State and actions ----------------------------------------------------------------------
 
-    def put(self, values: dict[str, Any], *deletes: str, local: str = ROLLOUT) -> int:
+    def put(
+        self, values: dict[str, Any], *deletes: str, local: str = ROLLOUT, fence: int = 0
+    ) -> int:
         """Keep values as the trainer."""
         request_id = self._next_id()
         packed = {name: pack(value) for name, value in values.items()}
@@ -288,6 +290,7 @@ class World:
                 local=local,
                 values=packed,
                 deletes=deletes,
+                fence=fence,
                 at=self.at,
             )
         )

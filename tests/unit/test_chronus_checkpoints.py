@@ -284,10 +284,10 @@ def test_a_step_without_an_answer_is_void_for_its_groups_trainer_too() -> None:
     world.settle()
     world.report(1, local="t1")
     world.settle()
-    world.acted(CHECKPOINT, "one", local="t1")
+    world.acted(CHECKPOINT, "one", local="t1", fence=fence)
     world.report(2, local="t1")
     world.settle()
-    world.acted(ROLLBACK, "back", local="t1")
+    world.acted(ROLLBACK, "back", local="t1", fence=fence)
     late = world.answer_steps(fence, ("t1", 1, "late"), ("t1", 2, "late"))
     world.settle()
     errors = [outcome.error for outcome in world.answers[late].outcomes]  # type: ignore[attr-defined]

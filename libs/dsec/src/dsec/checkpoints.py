@@ -57,16 +57,18 @@ class Checkpointed(ABC):
 
     Each action is recorded before it begins and carried to its end, whoever dies meanwhile. It is
     known by its ``key``: asked again with the same key, also by another process, it is not done
-    again, and its result is told.
+    again, and its result is told. The same key for anything else is a ``conflict``. So is, in a
+    group, what its trainer does not ask: ``reason`` is ``fenced`` when another has taken over.
     """
 
     id: str
+    fence: int
     _channel: Channel
     _scoped: ScopedId
 
     @abstractmethod
-    def __init__(self, channel: Channel, rollout_id: str) -> None:
-        """Be the handle of the rollout with this id."""
+    def __init__(self, channel: Channel, rollout_id: str, fence: int = 0) -> None:
+        """Be the handle of the rollout with this id, of a group's trainer with that number."""
 
     # --- State --------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class Checkpointed(ABC):
             DsecError: ``invalid``; ``exhausted`` when it would be too much; ``expired`` when the
                 rollout is closed.
         """
-        message = PutState(values=dict(values or {}), deletes=tuple(deletes))
+        message = PutState(values=dict(values or {}), deletes=tuple(deletes), fence=self.fence)
         return (await self._about("put_state", message, StateVersion)).version
 
     async def get_state(self, *names: str, checkpoint: int = 0) -> dict[str, Any]:
@@ -114,7 +116,9 @@ class Checkpointed(ABC):
             DsecError: why the sandbox could not be kept; ``invalid`` when none is known.
         """
         sandbox_id = sandbox if isinstance(sandbox, str) else sandbox.id
-        message = MakeCheckpoint(key=key or new_id(), sandbox_id=sandbox_id, durable=durable)
+        message = MakeCheckpoint(
+            key=key or new_id(), sandbox_id=sandbox_id, durable=durable, fence=self.fence
+        )
         return await self._act("checkpoint", message, CheckpointInfo)
 
     async def checkpoints(self) -> list[CheckpointInfo]:
@@ -136,7 +140,7 @@ class Checkpointed(ABC):
             DsecError: ``not_found`` without such a checkpoint; why the sandbox could not be put
                 back: the rollout is as before then.
         """
-        message = RollBackRollout(key=key or new_id(), step=step)
+        message = RollBackRollout(key=key or new_id(), step=step, fence=self.fence)
         return await self._act("rollback", message, RolloutRolledBack)
 
     async def branch(
@@ -155,7 +159,7 @@ class Checkpointed(ABC):
         Raises:
             DsecError: ``not_found`` without such a checkpoint; ``invalid``.
         """
-        message = BranchRollout(key=key or new_id(), count=count, step=step)
+        message = BranchRollout(key=key or new_id(), count=count, step=step, fence=self.fence)
         reply = await self._act("branch", message, RolloutBranched)
         made: list[RolloutBranch | DsecError] = []
         for branch in reply.branches:

@@ -177,7 +177,7 @@ class RolloutGroup:
         channel: Channel,
         name: str,
         tasks: Iterable[Any],
-        rollout_of: Callable[[str], Rollout],
+        rollout_of: Callable[[str, int], Rollout],
         *,
         labels: Mapping[str, str],
         window: int,
@@ -271,7 +271,7 @@ class RolloutGroup:
         )
         self.fence = lease.fence
         ids = await self._open_tasks(self.fence)
-        self.rollouts = tuple(map(self._rollout_of, ids))
+        self.rollouts = tuple(self._rollout_of(rollout_id, self.fence) for rollout_id in ids)
 
     async def _open_tasks(self, fence: int) -> list[str]:
         ids: list[str] = []

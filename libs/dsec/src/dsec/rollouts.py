@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -67,12 +68,14 @@ class Rollout(Checkpointed):
 
     Attributes:
         id: ``<shard>.<local>``; given to ``create_sandbox(rollout_id=…)``.
+        fence: of the trainer whose group it was got from; 0 when it was got by its id.
     """
 
-    def __init__(self, channel: Channel, rollout_id: str) -> None:
+    def __init__(self, channel: Channel, rollout_id: str, fence: int = 0) -> None:
         self._channel = channel
         self._scoped = ScopedId.parse(rollout_id, "rollout id")
         self.id = rollout_id
+        self.fence = fence
 
     def __repr__(self) -> str:
         return f"Rollout({self.id!r})"
@@ -217,7 +220,7 @@ class Rollout(Checkpointed):
         """Close it: it takes no more reports or feedback. Closing twice is closing once."""
         return await self._channel.ask(
             self._subject("close"),
-            CloseRollout(),
+            CloseRollout(fence=self.fence),
             RolloutInfo,
             timeout_s=_TIMEOUT_S,
             repeatable=True,
@@ -292,7 +295,7 @@ class Rollouts:
             self._channel,
             name,
             tasks,
-            self.get,
+            partial(Rollout, self._channel),
             labels=labels or {},
             window=window,
             patience_s=patience_s,

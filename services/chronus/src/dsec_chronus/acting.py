@@ -26,6 +26,7 @@ from dsec_chronus.errors import (
     acting,
     key_reused,
     no_checkpoint,
+    no_room_for_branches,
     no_sandbox,
     rollout_closed,
     too_many_branches,
@@ -123,34 +124,51 @@ def need_no_rollback(kept: Kept, rollout_id: str) -> None:
         raise acting(rollout_id, kept.action.kind)
 
 
-def begin(asked: ActionAsked, draft: Draft, shard: str) -> tuple[list[Record], Decided]:
+def begin(
+    asked: ActionAsked, draft: Draft, shard: str, room: int
+) -> tuple[list[ActionBegun], Decided]:
     """Return the intent that the journal must hold before anything is done, and who waits for it.
+
+    Args:
+        asked: what is to be done.
+        draft: the rollout.
+        shard: its shard.
+        room: bytes that branches may take.
 
     Raises:
         DsecError: ``not_found`` without a fitting checkpoint; ``invalid`` without a sandbox,
-            or for more branches than one frame holds; ``conflict`` for a key of another action;
-            ``expired`` when the rollout is closed;
+            or for more branches than one frame holds; ``exhausted`` for more than there is room
+            for; ``conflict`` for a key of another action; ``expired`` when the rollout is closed;
             ``unavailable`` while another action is under way.
     """
     rollout_id, kept = f"{shard}.{asked.local}", draft.kept
     if (known := kept.results.get(asked.key)) is not None:
-        if known.begun.kind is not asked.kind:
-            raise key_reused(rollout_id, asked.key)
+        _need_same(asked, known.begun, rollout_id)
         reply = reply_of(known.begun, known.ended, kept.checkpoints, shard)
         return [], Answer(request_id=asked.request_id, reply=reply)
     if kept.action is not None:
         if kept.action.key != asked.key:
             raise acting(rollout_id, kept.action.kind)
-        if kept.action.kind is not asked.kind:
-            raise key_reused(rollout_id, asked.key)
+        _need_same(asked, kept.action, rollout_id)
         number = kept.action.number
         return [], WaitForAction(request_id=asked.request_id, local=asked.local, number=number)
     if draft.is_closed and asked.kind is not ActionKind.BRANCH:
         raise rollout_closed(rollout_id)
     intent = _intent(asked, draft, rollout_id)
+    if intent.room_bytes > room:
+        raise no_room_for_branches(shard, intent.count, intent.room_bytes, max(room, 0))
     kept.apply(intent)
     wait = WaitForAction(request_id=asked.request_id, local=asked.local, number=intent.number)
     return [intent], wait
+
+
+def _need_same(asked: ActionAsked, begun: ActionBegun, rollout_id: str) -> None:
+    same = (asked.kind, asked.count, asked.durable) == (begun.kind, begun.count, begun.durable)
+    # Whoever names no sandbox means that which it was.
+    same = same and asked.sandbox_id in {"", begun.sandbox_id}
+    # A record of before it was kept does not say.
+    if not same or begun.asked_step not in {None, asked.step}:
+        raise key_reused(rollout_id, asked.key)
 
 
 def _intent(asked: ActionAsked, draft: Draft, rollout_id: str) -> ActionBegun:
@@ -166,8 +184,11 @@ def _intent(asked: ActionAsked, draft: Draft, rollout_id: str) -> ActionBegun:
         step, sandbox_id = checkpoint.begun.step, sandbox_id or checkpoint.begun.sandbox_id
     if not sandbox_id:
         raise no_sandbox(rollout_id)
-    if asked.count > (most := _branches_at_once(draft.rollout.begun)):
+    begun = _of_branch(draft.rollout.begun)
+    if asked.count > (most := BRANCHES_BYTES_MAX // size_of(begun)):
         raise too_many_branches(rollout_id, asked.count, most)
+    state_bytes = 0 if checkpoint is None else checkpoint.values_bytes
+    room_bytes = asked.count * (size_of(begun) + state_bytes)
     return ActionBegun(
         local=asked.local,
         at=asked.at.unix_s,
@@ -181,11 +202,13 @@ def _intent(asked: ActionAsked, draft: Draft, rollout_id: str) -> ActionBegun:
         durable=asked.durable,
         reward=draft.reward,
         lost=asked.lost,
+        asked_step=asked.step,
+        room_bytes=room_bytes,
     )
 
 
-def _branches_at_once(begun: RolloutBegun) -> int:
-    return BRANCHES_BYTES_MAX // size_of(msgspec.structs.replace(begun, group="", task=b""))
+def _of_branch(begun: RolloutBegun) -> RolloutBegun:
+    return msgspec.structs.replace(begun, group="", task=b"")
 
 
 def automatic(draft: Draft, seq: int, at: Moment) -> ActionBegun | None:

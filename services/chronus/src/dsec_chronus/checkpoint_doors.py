@@ -58,7 +58,9 @@ class CheckpointDoors:
             "put_state",
             request,
             _of_project(request),
-            lambda origin: PutAsked(**origin, values=values, deletes=asked.deletes),
+            lambda origin: PutAsked(
+                **origin, values=values, deletes=asked.deletes, fence=asked.fence
+            ),
         )
 
     async def _get(self, request: Request[GetState]) -> None:
@@ -93,6 +95,7 @@ class CheckpointDoors:
                 key=asked.key,
                 sandbox_id=asked.sandbox_id,
                 durable=asked.durable,
+                fence=asked.fence,
             ),
         )
 
@@ -104,7 +107,11 @@ class CheckpointDoors:
             request,
             _of_project(request),
             lambda origin: ActionAsked(
-                **origin, kind=ActionKind.ROLLBACK, key=asked.key, step=asked.step
+                **origin,
+                kind=ActionKind.ROLLBACK,
+                key=asked.key,
+                step=asked.step,
+                fence=asked.fence,
             ),
         )
 
@@ -123,6 +130,7 @@ class CheckpointDoors:
                 key=asked.key,
                 step=asked.step,
                 count=asked.count,
+                fence=asked.fence,
             ),
         )
 

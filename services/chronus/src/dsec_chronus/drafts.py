@@ -12,6 +12,7 @@ from dsec_chronus.contents import Contents
 from dsec_chronus.draft import Draft
 from dsec_chronus.effects import Answer, Decided, Nothing, Wait
 from dsec_chronus.errors import (
+    answered_by_group,
     fenced,
     group_unknown,
     rollout_unknown,
@@ -33,7 +34,6 @@ from dsec_chronus.events import (
     ReportAsked,
     RolloutChange,
     StepAsked,
-    StepsAsked,
     TaskGiven,
 )
 from dsec_chronus.records import GroupTaken, Record, RolloutBegun, same_payload
@@ -58,6 +58,8 @@ class Drafts:
     sizes: Shares
     _rollouts: dict[str, Draft] = field(default_factory=dict)
     _fences: dict[tuple[str, str], int] = field(default_factory=dict)
+    # What branches that begin in the frame are going to take.
+    _promised_bytes: int = 0
 
     def __bool__(self) -> bool:
         return bool(self._rollouts or self._fences)
@@ -69,6 +71,7 @@ class Drafts:
         """Forget the frame: it is durable, or it never was."""
         self._rollouts.clear()
         self._fences.clear()
+        self._promised_bytes = 0
 
     def decide(self, asked: Change, frame_bytes: int) -> tuple[list[Record], Decided]:
         """Return what the journal must hold before the change may be answered, and the answer.
@@ -90,10 +93,10 @@ class Drafts:
             case AnswersAsked():
                 records, reply = self._answer_steps(asked)
             case PutAsked():
-                draft = self._need_draft(asked)
+                draft = self._need_trainer(asked)
                 records, reply = acting.put(asked, draft, self._id(asked.local))
             case ActionAsked():
-                return acting.begin(asked, self._need_draft(asked), self.shard)
+                return self._begin_action(asked, frame_bytes)
             case ActionDone():
                 return self._end_action(asked)
             case StepAsked():
@@ -103,14 +106,19 @@ class Drafts:
         return records, Answer(request_id=asked.request_id, reply=reply)
 
     def _need_room(self, asked: Change, frame_bytes: int) -> None:
-        limit = self.config.shard_bytes_max
         # Closing is how room is made again, and what is done is done.
         if isinstance(asked, CloseAsked | ActionDone):
             return
+        limit = self.config.shard_bytes_max
         if not isinstance(asked, AnswersAsked | FeedbackAsked):
-            limit -= limit // _FOR_ANSWERS
-        if not self.sizes.has_room(asked.project, limit, frame_bytes):
+            limit = self._limit
+        if not self.sizes.has_room(asked.project, limit, frame_bytes + self._promised_bytes):
             raise shard_full(self.shard, self.sizes.limit_of(asked.project, limit))
+
+    @property
+    def _limit(self) -> int:
+        limit = self.config.shard_bytes_max
+        return limit - limit // _FOR_ANSWERS
 
     def _id(self, local: str) -> str:
         return f"{self.shard}.{local}"
@@ -130,7 +138,10 @@ class Drafts:
             )
             self._rollouts[asked.local] = Draft(Rollout(begun))
             return [begun], RolloutOpened(rollout_id=self._id(asked.local))
-        draft = self._need_draft(asked)
+        if isinstance(asked, CloseAsked) and asked.fence:
+            draft = self._need_trainer(asked)
+        else:
+            draft = self._need_draft(asked)
         record, reply = draft.decide(asked, self._id(asked.local))
         records = [] if record is None else [record]
         if isinstance(asked, ReportAsked) and record is not None:
@@ -151,6 +162,13 @@ class Drafts:
             draft.forgets = True
             yield forgotten
 
+    def _begin_action(self, asked: ActionAsked, frame_bytes: int) -> tuple[list[Record], Decided]:
+        draft = self._need_draft(asked) if asked.lost else self._need_trainer(asked)
+        room = self.sizes.room_of(asked.project, self._limit) - frame_bytes - self._promised_bytes
+        records, decided = acting.begin(asked, draft, self.shard, room)
+        self._promised_bytes += sum(it.room_bytes for it in records)
+        return [*records], decided
+
     def _end_action(self, asked: ActionDone) -> tuple[list[Record], Decided]:
         draft = self._draft(asked.local)
         records = [] if draft is None else acting.end(asked, draft, self.shard)
@@ -163,6 +181,16 @@ class Drafts:
         draft = self._draft(asked.local)
         if draft is None or draft.rollout.begun.project != asked.project:
             raise rollout_unknown(self._id(asked.local))
+        return draft
+
+    def _need_trainer(self, asked: CloseAsked | PutAsked | ActionAsked) -> Draft:
+        draft = self._need_draft(asked)
+        begun = draft.rollout.begun
+        if begun.group:
+            if not asked.fence:
+                raise answered_by_group(self._id(asked.local), begun.group)
+            newest = self._fence(begun.project, begun.group)
+            need_fence(begun.group, asked.fence, newest, self.shard)
         return draft
 
     def _draft(self, local: str) -> Draft | None:
@@ -233,7 +261,7 @@ class Drafts:
 
     def _answer_steps(self, asked: AnswersAsked) -> tuple[list[Record], Message]:
         known = self._fence(asked.project, asked.group)
-        need_fence(asked, known, self.shard)
+        need_fence(asked.group, asked.fence, known, self.shard)
         records: list[Record] = []
         outcomes: list[StepOutcome] = []
         for answer in asked.answers:
@@ -256,16 +284,16 @@ class Drafts:
         return records, StepsAnswered(outcomes=tuple(outcomes))
 
 
-def need_fence(asked: AnswersAsked | StepsAsked, newest: int, shard: str) -> None:
+def need_fence(group: str, fence: int, newest: int, shard: str) -> None:
     """Return if whoever asks is the group's trainer, as this shard knows it.
 
     Raises:
         DsecError: ``conflict`` when another trainer is newer; ``not_found`` without such a group.
     """
-    if asked.fence < max(newest, 1):  # 0 opens rollouts, and is nobody's number
-        raise fenced(asked.group, asked.fence, newest)
-    if asked.fence > newest:
-        raise group_unknown(asked.group, shard)
+    if fence < max(newest, 1):  # 0 opens rollouts, and is nobody's number
+        raise fenced(group, fence, newest)
+    if fence > newest:
+        raise group_unknown(group, shard)
 
 
 def _belongs(rollout: Rollout, asked: AnswersAsked) -> bool:

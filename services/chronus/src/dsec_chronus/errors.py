@@ -185,10 +185,11 @@ def task_otherwise(group: str, index: int, rollout_id: str) -> DsecError:
 
 
 def answered_by_group(rollout_id: str, group: str) -> DsecError:
-    """Return the error for feedback past the trainer of a rollout's group."""
+    """Return the error for what is asked past the trainer of a rollout's group."""
     return DsecError(
         ErrorCode.CONFLICT,
-        f"rollout {rollout_id} belongs to the group {group!r}: only the group's trainer answers it",
+        f"rollout {rollout_id} belongs to the group {group!r}: only the group's trainer "
+        "answers and changes it",
         details={"rollout_id": rollout_id, "group": group},
     )
 
@@ -255,9 +256,9 @@ def key_reused(rollout_id: str, key: str) -> DsecError:
     """Return the error for a key that stands for another action."""
     return DsecError(
         ErrorCode.CONFLICT,
-        f"the key {key[:40]!r} stands for another action of rollout {rollout_id}; use one of its "
-        "own for each",
-        details={"rollout_id": rollout_id},
+        f"the key {key[:40]!r} stands for another action of rollout {rollout_id}, or for the same "
+        "with another step, count, sandbox or durability; use one of its own for each",
+        details={"rollout_id": rollout_id, "key": key},
     )
 
 
@@ -291,6 +292,17 @@ def too_many_branches(rollout_id: str, count: int, most: int) -> DsecError:
         f"{count} branches of rollout {rollout_id}: with its labels, {most} are the most at once",
         rollout_id=rollout_id,
         count=count,
+    )
+
+
+def no_room_for_branches(shard: str, count: int, size: int, room: int) -> DsecError:
+    """Return the error for branches that would take more than the project has left in a shard."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"{count} branches with their state would take {size} bytes, shard {shard} has {room} left "
+        "for this project; ask for fewer, or close rollouts that are done",
+        retry_after_s=5.0,
+        details={"shard": shard, "size": size, "room_bytes": room},
     )
 
 

@@ -59,7 +59,9 @@ class FeedbackAsked(Asked, frozen=True, kw_only=True):
 
 
 class CloseAsked(Asked, frozen=True, kw_only=True):
-    """A trainer closes a rollout."""
+    """A trainer closes a rollout; ``fence`` 0 is anybody."""
+
+    fence: int = 0
 
 
 class InspectAsked(Asked, frozen=True, kw_only=True):
@@ -145,6 +147,7 @@ class PutAsked(Asked, frozen=True, kw_only=True):
 
     values: dict[str, bytes]
     deletes: tuple[str, ...]
+    fence: int = 0
 
 
 class GetAsked(Asked, frozen=True, kw_only=True):
@@ -171,6 +174,7 @@ class ActionAsked(Asked, frozen=True, kw_only=True):
     durable: bool = False
     count: int = 0
     lost: bool = False
+    fence: int = 0
 
 
 class ActionDone(Asked, frozen=True, kw_only=True):

@@ -115,7 +115,7 @@ class Kept:
     @property
     def size_bytes(self) -> int:
         """About how much all of it takes."""
-        begun = self._begun_with[2] if self.action is not None else 0
+        begun = 0 if self.action is None else self._begun_with[2] + self.action.room_bytes
         kept = sum(it.values_bytes + size_of(it.ended) for it in self.checkpoints.values())
         told = sum(size_of(it.ended) for it in self.results.values())
         return self.values_bytes + begun + kept + told

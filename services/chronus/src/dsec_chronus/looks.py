@@ -157,7 +157,7 @@ class Looks:
         group = self.contents.groups.get((asked.project, asked.group))
         if group is None:
             raise group_unknown(asked.group, self.shard)
-        need_fence(asked, group.fence, self.shard)
+        need_fence(asked.group, asked.fence, group.fence, self.shard)
         return group
 
     def _after(self, asked: StepsAsked) -> int:

@@ -142,6 +142,8 @@ class ActionBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_lik
         durable: a checkpoint's snapshot is made a layer, too.
         reward: the sum of the rewards of the reports up to ``step``.
         lost: the sandbox's node is gone, so the sandbox is made again elsewhere.
+        asked_step: the caller's; None in records of before it was kept.
+        room_bytes: what its branches are going to take; counted with the rollout until they do.
     """
 
     local: str
@@ -156,6 +158,8 @@ class ActionBegun(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_lik
     durable: bool = False
     reward: float = 0.0
     lost: bool = False
+    asked_step: int | None = None
+    room_bytes: int = 0
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -149,7 +149,7 @@ class RolloutDoors:
             "close",
             request,
             _of_project(request),
-            lambda origin: CloseAsked(**origin),
+            lambda origin: CloseAsked(**origin, fence=request.message.fence),
         )
 
 

@@ -32,6 +32,10 @@ class Shares:
         """Return whether ``project`` is below its limit with ``more`` that is on its way."""
         return self._of[project] + more < self.limit_of(project, limit)
 
+    def room_of(self, project: str, limit: int) -> int:
+        """Return how much more ``project`` may take."""
+        return max(self.limit_of(project, limit) - self._of[project], 0)
+
     def clear(self) -> None:
         """Count nothing any more."""
         self._of.clear()

@@ -10,10 +10,15 @@ from dsec_common.wire.base import ErrorReply, Message
 
 
 class PutState(Message, frozen=True, kw_only=True):
-    """Trainer: keep values with a rollout, all of them or none; any JSON value each."""
+    """Trainer: keep values with a rollout, all of them or none; any JSON value each.
+
+    Here and in the other requests that change a rollout ``fence`` is that of its group's trainer;
+    0 for a rollout without a group.
+    """
 
     values: dict[str, Any] = msgspec.field(default_factory=dict)
     deletes: tuple[str, ...] = ()
+    fence: int = 0
 
 
 class StateVersion(Message, frozen=True, kw_only=True):
@@ -53,6 +58,7 @@ class MakeCheckpoint(Message, frozen=True, kw_only=True):
     key: str
     sandbox_id: str = ""
     durable: bool = False
+    fence: int = 0
 
 
 class CheckpointInfo(Message, frozen=True, kw_only=True):
@@ -96,6 +102,7 @@ class RollBackRollout(Message, frozen=True, kw_only=True):
 
     key: str
     step: int = -1
+    fence: int = 0
 
 
 class RolloutRolledBack(Message, frozen=True, kw_only=True):
@@ -142,6 +149,7 @@ class BranchRollout(Message, frozen=True, kw_only=True):
     key: str
     count: int
     step: int = -1
+    fence: int = 0
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):

@@ -161,4 +161,9 @@ class RolloutInfo(Message, frozen=True, kw_only=True):
 
 
 class CloseRollout(Message, frozen=True, kw_only=True):
-    """Close a rollout; it takes no more reports or feedback and stays readable for a while."""
+    """Close a rollout; it takes no more reports or feedback and stays readable for a while.
+
+    With a ``fence``, only while that is the trainer of its group.
+    """
+
+    fence: int = 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError, ErrorCode
 from dsec_sandboxd.kernel.recording import RecordingKernel
 from dsec_sandboxd.snapshot_store import SnapshotStore
 from refusals import refused
@@ -105,6 +106,33 @@ async def test_a_rollback_whose_layers_cannot_be_mounted_changes_nothing(
     assert await ask.shell(sandbox, "true") == ""
     await ask.roll_back(sandbox, taken.snapshot_id)
     assert kernel.names()[-2:] != ["create", "destroy"]
+    await settled(node)
+
+
+async def test_a_rollback_that_was_asked_for_again_is_told_what_became_of_the_first(
+    node: NodeForTests, kernel: RecordingKernel
+) -> None:
+    ask = Asker(node)
+    sandbox = (await node.place()).sandbox_id
+    taken = await ask.take(sandbox)
+    kernel.fail("create", TOLD)
+    kernel.fail("create", TOLD, nth=2)  # for an answer that goes out before it is asked for again
+    going = kernel.hold("create")
+    again = partial(ask.roll_back, sandbox, taken.snapshot_id, message_id="one")
+    assert (await refused(again(timeout_s=0.2))).code is ErrorCode.TIMEOUT
+    waiting = asyncio.ensure_future(again())
+    going.set()
+    error = await refused(waiting)
+    assert (error.message, error.details[MAY_HAVE_HAPPENED]) == ("told to", False)
+    # It was not done, so now it is, and once.
+    kernel.fail_none()
+    going.clear()
+    assert (await refused(again(timeout_s=0.2))).code is ErrorCode.TIMEOUT
+    waiting = asyncio.ensure_future(again())
+    going.set()
+    await waiting
+    assert (await again()).duration_ms == 0
+    assert kernel.names().count("replace") == 1
     await settled(node)
 
 

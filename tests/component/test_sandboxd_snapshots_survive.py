@@ -196,7 +196,7 @@ async def test_a_rollback_that_a_killed_daemon_had_begun_is_finished_by_the_next
     with monkeypatch.context() as patched:
         patched.setattr(Maker, "_inherit", die)
         with pytest.raises(DsecError):
-            await ask.roll_back(sandbox, taken.snapshot_id)
+            await ask.roll_back(sandbox, taken.snapshot_id, message_id="one")
         service.fail(OSError("as if killed"))
         await service.stop()
     await daemon.start()
@@ -208,6 +208,10 @@ async def test_a_rollback_that_a_killed_daemon_had_begun_is_finished_by_the_next
     assert (again.exec_id, again.state) == (first.exec_id, ExecState.FAILED)
     assert again.error_code == "conflict"
     assert await ask.tree(sandbox) == {"x": "1"}
+    # Asked for again it is told so, and what came since stays.
+    await ask.shell(sandbox, "echo 3 > /srv/x")
+    assert (await ask.roll_back(sandbox, taken.snapshot_id, message_id="one")).duration_ms == 0
+    assert await ask.tree(sandbox) == {"x": "3"}
 
 
 async def test_what_was_not_durable_is_told_as_lost_by_what_stands_on_it(both: Both) -> None:

@@ -57,10 +57,14 @@ class Asker:
         message = ForkSandbox(count=count, **fields)
         return await self.node.ask(sandbox_id, "fork", message, SandboxForked)
 
-    async def roll_back(self, sandbox_id: str, snapshot_id: str) -> SandboxRolledBack:
+    async def roll_back(
+        self, sandbox_id: str, snapshot_id: str, *, timeout_s: float | None = None, **fields: Any
+    ) -> SandboxRolledBack:
         """Put a sandbox back."""
-        message = RollBack(snapshot_id=snapshot_id)
-        return await self.node.ask(sandbox_id, "rollback", message, SandboxRolledBack)
+        message = RollBack(snapshot_id=snapshot_id, **fields)
+        return await self.node.ask(
+            sandbox_id, "rollback", message, SandboxRolledBack, timeout_s=timeout_s
+        )
 
     async def restore(self, snapshot_id: str, **fields: Any) -> str:
         """Create a sandbox from a snapshot; return its id."""

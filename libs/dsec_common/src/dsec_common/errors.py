@@ -33,7 +33,8 @@ class ErrorCode(StrEnum):
 
 
 MAY_HAVE_HAPPENED: Final = "may_have_happened"
-"""True in the details of an error that leaves open whether the request was carried out."""
+"""True in the details of an error that leaves open whether the request was carried out; False where
+it is sure that it was not."""
 
 NOBODY_SERVES: Final = "nobody_serves"
 """The ``reason`` in the details when no process took the request: nothing was done."""

@@ -234,12 +234,14 @@ class SandboxRebased(msgspec.Struct, frozen=True, kw_only=True):
         snapshot: where it is in the tree from now on.
         layers: what it has mounted now if it is being put back, else None.
         identity: its new one if it is being put back.
+        asked_by: the message that asked for it to be put back.
     """
 
     local: str
     snapshot: str
     layers: tuple[str, ...] | None = None
     identity: SandboxIdentity | None = None
+    asked_by: str = ""
 
 
 class SandboxPutBack(msgspec.Struct, frozen=True, kw_only=True):

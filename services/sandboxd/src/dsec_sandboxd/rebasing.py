@@ -28,5 +28,6 @@ def rebased(living: Living | None, event: SandboxRebased | SandboxPutBack) -> li
             snapshot_layers=event.layers,
             identity=event.identity,
             inheriting=True,
+            put_back_by=event.asked_by,
         )
     return [SaveRecord(living.record)]

@@ -55,6 +55,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         snapshot_layers: what it has mounted between its layers and its writable one, lowest first.
         inheriting: it was put back to a snapshot and has its new identity, but perhaps not all
             that was the old one's yet.
+        put_back_by: the message that last had it put back: the same again does nothing.
         warm: whether it may be, or has to be, one that was made ahead of need.
         asked_as: the id that the scheduler meant it to have, if it is one that was made ahead of
             need: that has an id of its own, and is found by both.
@@ -105,6 +106,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     snapshot: str = ""
     snapshot_layers: tuple[str, ...] = ()
     inheriting: bool = False
+    put_back_by: str = ""
     warm: WarmUse = WarmUse.PREFER
     asked_as: str = ""
     model_rollout_id: str = ""

@@ -111,8 +111,12 @@ class SnapshotMaker:
         )
         return snapshot
 
-    async def roll_back(self, record: SandboxRecord, snapshot: SnapshotRecord) -> float:
+    async def roll_back(
+        self, record: SandboxRecord, snapshot: SnapshotRecord, asked_by: str
+    ) -> float:
         """Put a sandbox back to a snapshot; return how many milliseconds that took.
+
+        Its record names the message that asked for it from the moment that there is no way back.
 
         Raises:
             DsecError: ``invalid`` for a snapshot of other layers, or why there can be no new
@@ -135,6 +139,7 @@ class SnapshotMaker:
                     snapshot=snapshot.local,
                     layers=snapshot.chain,
                     identity=identity,
+                    asked_by=asked_by,
                 )
             )
 

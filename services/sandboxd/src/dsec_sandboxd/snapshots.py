@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from dsec_common.bus_types import Request
+from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError
+from dsec_common.wire.base import new_id
 from dsec_common.wire.layer import LayerInfo
 from dsec_common.wire.sandbox import LISTING_PAGE_BYTES
 from dsec_common.wire.snapshot import (
@@ -27,6 +29,7 @@ from dsec_sandboxd.admission import check_labels
 from dsec_sandboxd.criu import Criu
 from dsec_sandboxd.errors import invalid_field
 from dsec_sandboxd.lifecycle import Sandboxes, local_of
+from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.snapshot_packing import SnapshotPacker
 from dsec_sandboxd.snapshot_store import SnapshotStore
 from dsec_sandboxd.snapshot_taking import SnapshotMaker
@@ -58,7 +61,7 @@ class Snapshots:
         self._sandboxes = sandboxes
         self._node = sandboxes.node
         self._criu = Criu()
-        self._rollbacks: set[asyncio.Task[float]] = set()
+        self._rollbacks: dict[tuple[str, str], asyncio.Task[float]] = {}
 
     async def take(self, request: Request[TakeSnapshot]) -> SnapshotInfo:
         """Take a snapshot of a running sandbox; wait for it to be durable if asked to.
@@ -83,15 +86,21 @@ class Snapshots:
     async def roll_back(self, request: Request[RollBack]) -> SandboxRolledBack:
         """Put a running sandbox back to a snapshot.
 
-        Once begun it is carried to its end, whoever waits for it.
+        Once begun it is carried to its end, whoever waits for it. The same message again waits for
+        the same end, and does nothing when that was the sandbox's last rollback.
 
         Raises:
-            DsecError: ``not_found``, ``invalid``; see :meth:`SnapshotMaker.roll_back`.
+            DsecError: ``not_found``, ``invalid``; see :meth:`SnapshotMaker.roll_back`. Where it
+                says that nothing ``may_have_happened``, that holds for the message before, too.
         """
         asked = request.message
         record = self._sandboxes.state.find(request.project, local_of(request))
-        snapshot = self._store.find(request.project, asked.snapshot_id)
-        duration_ms = await self._to_its_end(self._maker.roll_back(record, snapshot))
+        try:
+            duration_ms = await self._once(record, asked)
+        except DsecError as error:
+            if self._sandboxes.state.is_living(record.local):
+                error.details.setdefault(MAY_HAVE_HAPPENED, False)
+            raise
         return SandboxRolledBack(
             cause_id=asked.message_id,
             sandbox_id=f"{self._node}.{record.local}",
@@ -99,16 +108,23 @@ class Snapshots:
             duration_ms=duration_ms,
         )
 
-    async def _to_its_end(self, work: Coroutine[Any, Any, float]) -> float:
-        task = asyncio.create_task(work, name="rollback")
-        self._rollbacks.add(task)
-        task.add_done_callback(self._rollbacks.discard)
+    async def _once(self, record: SandboxRecord, asked: RollBack) -> float:
+        message_id = asked.message_id or new_id()
+        key = (record.local, message_id)
+        task = self._rollbacks.get(key)
+        if task is None:
+            if record.put_back_by == message_id:
+                return 0.0
+            snapshot = self._store.find(record.project, asked.snapshot_id)
+            work = self._maker.roll_back(record, snapshot, message_id)
+            task = self._rollbacks[key] = asyncio.create_task(work, name="rollback")
+            task.add_done_callback(lambda _: self._rollbacks.pop(key))
         return await asyncio.shield(task)
 
     async def finished(self) -> None:
         """Return when no rollback is on its way."""
         while self._rollbacks:
-            await asyncio.wait(set(self._rollbacks))
+            await asyncio.wait(set(self._rollbacks.values()))
 
     async def inspect(self, request: Request[InspectSnapshot]) -> SnapshotInfo:
         """Return one snapshot; wait for it to be durable if asked to.

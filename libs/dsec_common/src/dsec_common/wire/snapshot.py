@@ -110,14 +110,18 @@ class RollBack(Message, frozen=True, kw_only=True):
     """Put a sandbox back to a snapshot of itself or of a relative.
 
     All its processes end and its files are those of the snapshot; its id, its limits and its
-    environment stay.
+    environment stay. The same message again is the same rollback: it is done once, and what became
+    of it is told again, until the sandbox is put back by another.
     """
 
     snapshot_id: str
 
 
 class SandboxRolledBack(Message, frozen=True, kw_only=True):
-    """The sandbox runs again, with the snapshot's files."""
+    """The sandbox runs again, with the snapshot's files.
+
+    ``duration_ms`` is 0 when it had been put back before, by the same message.
+    """
 
     sandbox_id: str
     snapshot_id: str

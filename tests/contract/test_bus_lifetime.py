@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -59,8 +61,12 @@ async def test_a_flush_that_was_given_up_does_not_end_the_hearing(running: NatsF
     async with running.service("scheduler") as service, running.project() as project:
         await service.serve(ANY_LIST, Question, echo)
         await service.flush()
-        with pytest.raises(DsecError, match="flush") as caught:
-            await service.flush(timeout_s=0.0)
+        os.kill(running.server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DsecError, match="flush") as caught:
+                await service.flush(timeout_s=0.05)
+        finally:
+            os.kill(running.server.pid, signal.SIGCONT)
         assert caught.value.code is ErrorCode.TIMEOUT
         assert (await project.request(LIST, Question(number=7), Answer)).number == 7
 

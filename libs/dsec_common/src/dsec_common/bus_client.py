@@ -96,7 +96,7 @@ class DirectClient(Client):
 
     async def _connect_to_server(self, s: Srv) -> None:
         if self._transport is None and s.uri.scheme not in {"ws", "wss"}:
-            self._transport = GatheringTransport()
+            self._transport = GatheringTransport(self._ps.parse)
         await super()._connect_to_server(s)
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:

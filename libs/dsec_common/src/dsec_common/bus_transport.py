@@ -1,7 +1,8 @@
 """The connection's socket, written to once or twice in a turn of the event loop.
 
 A write costs a system call, and for a peer on the same machine the kernel's work of receiving it
-and of waking that peer. Under load one turn has some dozens of messages to send.
+and of waking that peer. Under load one turn has some dozens of messages to send. What arrives is
+taken apart at once: see :mod:`dsec_common.bus_arrivals`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from typing import Final
+from urllib.parse import ParseResult
 
 from nats.aio.transport import TcpTransport
 
+from dsec_common.bus_arrivals import Arrivals, Parse
+
+#: NATS's own.
+_PORT: Final = 4222
 #: With more than this kept back it is not waited for the turn's end.
 _KEPT_BACK_BYTES_MAX: Final = 64 * 1024
 
@@ -22,8 +28,11 @@ class GatheringTransport(TcpTransport):
     So one request alone is not held up by anything. The order of what is written is kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parse: Parse | None = None) -> None:
+        """Take what takes arriving bytes apart; without it they are read."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._parse = parse
+        self._arrivals: Arrivals | None = None
         self._in_turn = False
         self._kept_back: list[bytes] = []
         self._kept_back_bytes = 0
@@ -31,6 +40,33 @@ class GatheringTransport(TcpTransport):
     def __bool__(self) -> bool:
         """Be there before it is connected: otherwise the client would make one of its own."""
         return True
+
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+        """Connect, as the library does."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=buffer_size, loop=loop)
+        arrivals = Arrivals(reader, loop)
+        transport, _ = await asyncio.wait_for(
+            loop.create_connection(
+                lambda: arrivals, uri.hostname or "localhost", uri.port or _PORT
+            ),
+            connect_timeout,
+        )
+        writer = asyncio.StreamWriter(transport, arrivals, reader, loop)
+        self._arrivals = arrivals
+        self._bare_io_reader = self._io_reader = reader
+        self._bare_io_writer = self._io_writer = writer
+
+    async def read(self, buffer_size: int) -> bytes:
+        """Return bytes to take apart; none when those that came are taken apart already."""
+        arrivals = self._arrivals
+        # Under TLS another reader has taken its place.
+        is_bare = arrivals is not None and arrivals.reader is self._io_reader
+        if self._parse is None or arrivals is None or not is_bare or not arrivals.can_take:
+            data: bytes = await super().read(buffer_size)
+            return data
+        await arrivals.take(self._parse)
+        return b""
 
     @property
     def waiting_bytes(self) -> int | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
 import pytest
 
 from dsec import DsecError, ErrorCode, Sandbox, agent_channel, sync
 from dsec.rollouts import Rollout
 from dsec_chronus.acting import FENCED_NUMBERS
+from dsec_common.model_calls import answer_of
 from dsec_common.wire.checkpoint import RolloutPutBack
+from dsec_common.wire.sandbox import IdleAction
 from stack import Stack
 
 AGENT = """
@@ -127,6 +130,75 @@ async def test_another_sandbox_takes_the_place_of_one_that_is_gone(stack: Stack,
             assert (info.rollout_id, info.labels) == (rollout.id, {"of": "test"})
             assert info.limits.cpus == 0.25
         await rollout.close()
+
+
+ONE_CALL = """
+import json, os, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    data=json.dumps({"model": "m", "messages": [{"role": "user", "content": "bare"}]}).encode(),
+)
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+AS_IT_WAS = [
+    "python3",
+    "-c",
+    "from os import *; print(getcwd(), getuid(), getenv('TOKEN'), getenv('OPENAI_API_KEY'))",
+]
+
+
+async def calls_of(rollout: Rollout, after_seq: int, sandbox: Sandbox) -> str:
+    """Answer the sandbox's model call; return what the call was told."""
+    asking = asyncio.ensure_future(sandbox.exec(["python3", "-c", ONE_CALL], timeout_s=30))
+    async for stage in rollout.stages(after_seq=after_seq):
+        assert stage.sandbox_id == sandbox.id
+        said = {"choices": [{"message": {"content": f"answer {stage.seq - after_seq}"}}]}
+        answer = answer_of(200, "application/json", {}, json.dumps(said).encode())
+        await stage.reply(msgspec.to_builtins(answer))
+        break
+    return (await asking).stdout_text.strip()
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["of a snapshot", "of a layer"])
+async def test_another_sandbox_is_as_the_first_was_made(
+    stack: Stack, base: str, here: bool
+) -> None:
+    async with stack.client() as client:
+        rollout, model = await client.rollouts.open(), await client.rollouts.open()
+        sandbox = await client.create_sandbox(
+            base,
+            rollout_id=rollout.id,
+            model_rollout_id=model.id,
+            env={"TOKEN": "of its own"},
+            user="1000:1000",
+            cwd="/tmp",
+            ttl_s=600,
+            idle_ttl_s=500,
+            idle_action=IdleAction.PAUSE,
+        )
+        first = (await sandbox.exec(AS_IT_WAS, check=True)).stdout_text.split()
+        assert await calls_of(model, 0, sandbox) == "answer 1"
+        kept = await rollout.checkpoint(sandbox=sandbox, durable=True)
+        (branch,) = await rollout.branch(1)
+        assert not isinstance(branch, DsecError)
+        assert branch.model_rollout is not None
+        assert (await branch.sandbox.exec(AS_IT_WAS, check=True)).stdout_text.split() == first
+        assert await calls_of(branch.model_rollout, 0, branch.sandbox) == "answer 1"
+        await branch.sandbox.delete()
+        await sandbox.delete()
+        if not here:
+            await client.snapshots.get(kept.snapshot_id).delete()
+        back = await rollout.roll_back()
+        assert back.recreated
+        async with client.sandbox(back.sandbox_id) as other:
+            told = (await other.exec(AS_IT_WAS, check=True)).stdout_text.split()
+            # Variables are on the node where the snapshot is, and nowhere else.
+            assert told == first if here else [*first[:2], "None", first[-1]]
+            assert await calls_of(model, 1, other) == "answer 1"
+            info = await other.inspect()
+            assert (info.ttl_s, info.idle_ttl_s, info.idle_action) == (600, 500, IdleAction.PAUSE)
+        for one in (rollout, model, branch.rollout, branch.model_rollout):
+            await one.close()
 
 
 async def test_a_checkpoint_needs_a_sandbox_that_is_there(stack: Stack, base: str) -> None:

@@ -42,11 +42,16 @@ class RolloutBranch:
     Attributes:
         rollout: the new rollout; its reports count from 1.
         sandbox: its sandbox, with the files of the checkpoint. No process runs in it yet.
+        model_rollout: a new rollout for its model calls; None where the sandbox that was kept had
+            none beside the rollout that was branched.
     """
 
-    def __init__(self, rollout: Rollout, sandbox: Sandbox) -> None:
+    def __init__(
+        self, rollout: Rollout, sandbox: Sandbox, model_rollout: Rollout | None = None
+    ) -> None:
         self.rollout = rollout
         self.sandbox = sandbox
+        self.model_rollout = model_rollout
 
     def __repr__(self) -> str:
         return f"RolloutBranch({self.rollout.id!r}, {self.sandbox.id!r})"
@@ -167,7 +172,9 @@ class Checkpointed(ABC):
                 made.append(branch.error.to_error())
                 continue
             sandbox = Sandbox(self._channel, branch.sandbox_id, None)
-            made.append(RolloutBranch(self._handle(branch.rollout_id), sandbox))
+            model_id = branch.model_rollout_id
+            model_rollout = self._handle(model_id) if model_id else None
+            made.append(RolloutBranch(self._handle(branch.rollout_id), sandbox, model_rollout))
         return made
 
     @abstractmethod

@@ -38,6 +38,7 @@ from dsec_chronus.records import (
     ActionBegun,
     ActionEnded,
     ActionKind,
+    Child,
     Record,
     RolloutBegun,
     StateTaken,
@@ -47,6 +48,7 @@ from dsec_chronus.records import (
     values_size,
 )
 from dsec_chronus.rollout import Rollout, goes_back
+from dsec_chronus.templates import has_model_rollout
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import ErrorReply, Message
 from dsec_common.wire.checkpoint import (
@@ -184,11 +186,13 @@ def _intent(asked: ActionAsked, draft: Draft, rollout_id: str) -> ActionBegun:
         step, sandbox_id = checkpoint.begun.step, sandbox_id or checkpoint.begun.sandbox_id
     if not sandbox_id:
         raise no_sandbox(rollout_id)
-    begun = _of_branch(draft.rollout.begun)
-    if asked.count > (most := BRANCHES_BYTES_MAX // size_of(begun)):
+    each_bytes = size_of(_of_branch(draft.rollout.begun))
+    if checkpoint is not None and has_model_rollout(checkpoint.taken, rollout_id):
+        each_bytes *= 2
+    if asked.count > (most := BRANCHES_BYTES_MAX // each_bytes):
         raise too_many_branches(rollout_id, asked.count, most)
     state_bytes = 0 if checkpoint is None else checkpoint.values_bytes
-    room_bytes = asked.count * (size_of(begun) + state_bytes)
+    room_bytes = asked.count * (each_bytes + state_bytes)
     return ActionBegun(
         local=asked.local,
         at=asked.at.unix_s,
@@ -252,17 +256,25 @@ def end(asked: ActionDone, draft: Draft, shard: str) -> list[Record]:
     checkpoint = kept.checkpoints.get(begun.checkpoint)
     for child in asked.children:
         if child.error is None and checkpoint is not None:
-            records += _branch(child.local, asked, draft.rollout, checkpoint, shard)
+            records += _branch(child, asked, draft.rollout, checkpoint, shard)
     kept.apply(ended)
     return records
 
 
 def _branch(
-    local: str, asked: ActionDone, parent: Rollout, checkpoint: Checkpoint, shard: str
+    child: Child, asked: ActionDone, parent: Rollout, checkpoint: Checkpoint, shard: str
 ) -> Iterator[Record]:
     begun = parent.begun
+    if child.model_local:
+        yield RolloutBegun(
+            local=child.model_local,
+            at=asked.at.unix_s,
+            project=begun.project,
+            labels=begun.labels,
+            parent=checkpoint.taken.template.model_rollout_id,
+        )
     yield RolloutBegun(
-        local=local,
+        local=child.local,
         at=asked.at.unix_s,
         project=begun.project,
         labels=begun.labels,
@@ -273,7 +285,10 @@ def _branch(
     )
     if checkpoint.values:
         yield StateTaken(
-            local=local, at=asked.at.unix_s, parent=begun.local, checkpoint=checkpoint.begun.number
+            local=child.local,
+            at=asked.at.unix_s,
+            parent=begun.local,
+            checkpoint=checkpoint.begun.number,
         )
 
 
@@ -303,7 +318,11 @@ def reply_of(
             branches = tuple(
                 Branch(error=child.error)
                 if child.error is not None
-                else Branch(rollout_id=f"{shard}.{child.local}", sandbox_id=child.sandbox_id)
+                else Branch(
+                    rollout_id=f"{shard}.{child.local}",
+                    sandbox_id=child.sandbox_id,
+                    model_rollout_id=child.model_local and f"{shard}.{child.model_local}",
+                )
                 for child in ended.children
             )
             return RolloutBranched(checkpoint=begun.checkpoint, step=begun.step, branches=branches)
@@ -437,8 +456,13 @@ class Actions:
         ]
 
     def nodes(self) -> set[str]:
-        """Return the nodes of the sandboxes that rollouts could be put back from."""
-        return {
+        """Return the nodes of the sandboxes that rollouts could be put back from, or now are."""
+        acting = {
+            _node_of(rollout.kept.action.sandbox_id)
+            for rollout in self.contents.rollouts.values()
+            if rollout.kept.action is not None
+        }
+        return acting | {
             _node_of(rollout.kept.sandbox_id)
             for rollout in self.contents.rollouts.values()
             if rollout.kept.checkpoints and rollout.kept.sandbox_id and not rollout.closed_at

@@ -281,6 +281,26 @@ def node_silent(node: str, why: str) -> DsecError:
     )
 
 
+def no_template(sandbox_id: str) -> DsecError:
+    """Return the error for a sandbox whose node does not say how another like it is made."""
+    return DsecError(
+        ErrorCode.UNSUPPORTED,
+        f"the node of sandbox {sandbox_id} is older than this Chronus and does not say how to make "
+        "another like it; update sandboxd there",
+        details={"sandbox_id": sandbox_id},
+    )
+
+
+def time_is_over(sandbox_id: str) -> DsecError:
+    """Return the error for a sandbox whose time no other may take any more."""
+    return DsecError(
+        ErrorCode.EXPIRED,
+        f"the time that sandbox {sandbox_id} was given is over, so none takes its place; branch "
+        "the rollout to go on with what was left at the checkpoint",
+        details={"sandbox_id": sandbox_id},
+    )
+
+
 def bad_count(count: int, most: int) -> DsecError:
     """Return the error for a number of branches that makes no sense."""
     return invalid(f"{count} branches: ask for 1 to {most}", count=count)

@@ -15,6 +15,7 @@ from typing import Any, Final, assert_never
 import msgspec
 import structlog
 
+from dsec_chronus import templates
 from dsec_chronus.effects import Collect, Deed, DropCheckpoint, Perform
 from dsec_chronus.errors import node_silent
 from dsec_chronus.events import ActionDone, Moment
@@ -28,7 +29,6 @@ from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError, ErrorCode, unavaila
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import ErrorReply, Message
 from dsec_common.wire.layer import LayerInfo, LayerKind, LayerRemoved, RemoveLayer
-from dsec_common.wire.network import InspectNetwork, NetworkInfo, NetworkMode
 from dsec_common.wire.sandbox import CreateSandbox, InspectSandbox, SandboxCreated, SandboxInfo
 from dsec_common.wire.snapshot import (
     DeleteSnapshot,
@@ -164,7 +164,12 @@ class NodeActions:
         snapshot, template = await asyncio.gather(
             self._snapshot(it, sandbox_id), self._template(it.project, sandbox_id)
         )
-        taken = Taken(snapshot_id=snapshot.snapshot_id, layers=snapshot.layers, template=template)
+        taken = Taken(
+            snapshot_id=snapshot.snapshot_id,
+            layers=snapshot.layers,
+            template=template,
+            at=self._clock.now(),
+        )
         if not it.begun.durable:
             return taken
         pack = PackSnapshot(
@@ -219,21 +224,8 @@ class NodeActions:
     async def _template(self, project: str, sandbox_id: ScopedId) -> CreateSandbox:
         """Return how to make a sandbox like this one, but for what its snapshot says itself."""
         inspect = subjects.sandbox(project, sandbox_id, "inspect")
-        network = subjects.sandbox(project, sandbox_id, "inspect_network")
-        info, reach = await asyncio.gather(
-            self._ask(inspect, InspectSandbox(), SandboxInfo),
-            self._ask(network, InspectNetwork(), NetworkInfo),
-        )
-        return CreateSandbox(
-            base="",
-            limits=msgspec.structs.replace(info.limits, cu=0.0),
-            labels=info.labels,
-            agent=info.agent,
-            agent_version=info.agent_version,
-            ttl_s=info.ttl_s,
-            idle_ttl_s=info.idle_ttl_s,
-            idle_action=info.idle_action,
-            network=None if reach.policy.mode is NetworkMode.NONE else reach.policy,
+        return templates.kept_of(
+            await self._ask(inspect, InspectSandbox(template=True), SandboxInfo)
         )
 
     # --- Rollbacks and branches ---------------------------------------------------------------
@@ -253,21 +245,27 @@ class NodeActions:
                     raise
             else:
                 return it.begun.sandbox_id
-        return await self._create(it, self._id(it.begun), key)
+        like = templates.in_its_place(it.begun, it.taken, self._id(it.begun))
+        return await self._create(it, like, key)
 
     async def _branch(self, it: Perform, number: int) -> Child:
         local = branch_local(self._id(it.begun), it.begun.number, number)
-        rollout_id = f"{self._shard}.{local}"
+        assert it.taken is not None  # noqa: S101  the core chose a checkpoint
+        rollout_id, model_local, model_id = f"{self._shard}.{local}", "", ""
+        if templates.has_model_rollout(it.taken, self._id(it.begun)):
+            model_local = branch_local(rollout_id, 0, 0)  # no action has that number
+            model_id = f"{self._shard}.{model_local}"
+        like = templates.of_branch(it.taken, self._id(it.begun), rollout_id, model_id)
         async with self._creating:
             try:
-                return Child(local=local, sandbox_id=await self._create(it, rollout_id, rollout_id))
+                made = await self._create(it, like, rollout_id)
+                return Child(local=local, sandbox_id=made, model_local=model_local)
             except DsecError as error:
                 return Child(local=local, error=ErrorReply.of(error))
 
-    async def _create(self, it: Perform, rollout_id: str, key: str) -> str:
+    async def _create(self, it: Perform, like: CreateSandbox, key: str) -> str:
         """Make a sandbox of a checkpoint: of its snapshot where that is, else of its layer."""
         assert it.taken is not None  # noqa: S101  the core chose a checkpoint
-        like = msgspec.structs.replace(it.taken.template, rollout_id=rollout_id)
         if not it.begun.lost:
             try:
                 return await self._created(

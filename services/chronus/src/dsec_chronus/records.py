@@ -169,21 +169,24 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         snapshot_id: on the node.
         layers: those below it, lowest first.
         layer: made of it; empty when it is on its node alone.
-        template: how the sandbox was made.
+        template: how to make one like it.
+        at: Unix time at which the template was told: from then its ``deadline_s`` counts.
     """
 
     snapshot_id: str
     layers: tuple[str, ...]
     template: CreateSandbox
     layer: str = ""
+    at: float = 0.0
 
 
 class Child(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What became of one branch."""
+    """What became of one branch; ``model_local`` is the rollout of its model calls, if any."""
 
     local: str
     sandbox_id: str = ""
     error: ErrorReply | None = None
+    model_local: str = ""
 
 
 class ActionEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

@@ -50,6 +50,7 @@ from dsec_sandboxd.records import SandboxRecord
 from dsec_sandboxd.restarts import may_live_on
 from dsec_sandboxd.snapshot_store import SnapshotStore
 from dsec_sandboxd.state import NodeState
+from dsec_sandboxd.templates import template_of
 from dsec_sandboxd.usages import page_with_usage, with_usage
 
 _log: Final = structlog.get_logger(__name__)
@@ -236,7 +237,7 @@ class Sandboxes:
             layer_references=tuple(layer.reference for layer in placement.layers),
             layer_digests=tuple(layer.digest for layer in placement.layers),
             limits=limits,
-            env={**defaults.env, **environment_of(request)},
+            env={**defaults.env, **environment_of(request, restored)},
             labels=request.labels,
             agent=request.agent,
             agent_version=request.agent_version,
@@ -327,13 +328,17 @@ class Sandboxes:
         )
         if record.has_command:
             info = self._required_first().told(info, record.local)
+        if request.message.template:
+            template = template_of(record, self._maker.networks)
+            info = msgspec.structs.replace(info, template=template)
         if record.state is SandboxState.RUNNING:
             info = msgspec.structs.replace(info, idle_s=self.state.idle_s(record.local))
         try:
             return await with_usage(self.parts.kernel, info)
         except DsecError as error:
             _log.info("usage_unknown", local=record.local, error=str(error))
-            return self.state.find(request.project, record.local).info(self.node)
+            found = self.state.find(request.project, record.local).info(self.node)
+            return msgspec.structs.replace(found, template=info.template)
 
     async def list(self, request: Request[ListNodeSandboxes]) -> NodeSandboxes:
         """Return a page of the sandboxes of one project on this node."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dsec_common.wire.sandbox import CreateSandbox
+from dsec_sandboxd.snapshot_tree import SnapshotRecord
 
 MODEL_PORT: Final = 9176
 """Where the model endpoint of a sandbox listens, on 127.0.0.1 in it."""
@@ -19,6 +20,9 @@ _VARIABLES: Final = {
 }
 
 
-def environment_of(request: CreateSandbox) -> dict[str, str]:
+def environment_of(request: CreateSandbox, restored: SnapshotRecord | None) -> dict[str, str]:
     """Return the variables that were asked for, over those that model clients look for."""
-    return {**_VARIABLES, **request.env} if request.model_rollout_id else request.env
+    env = request.env
+    if request.remade and restored is not None:
+        env = {**restored.env, **env}
+    return {**_VARIABLES, **env} if request.model_rollout_id else env

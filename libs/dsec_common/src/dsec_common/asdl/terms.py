@@ -146,12 +146,13 @@ def under(terms: Terms, request: CreateSandbox, agent: str) -> CreateSandbox:
         DsecError: ``denied``, naming the field, for more than the terms allow.
     """
     own = not request.base and not request.snapshot
+    is_whole = request.remade or bool(request.snapshot)
     named = _node_terms(terms)
     return msgspec.structs.replace(
         request,
         base=terms.base if own else request.base,
         workspace=terms.workspace if own and not request.workspace else request.workspace,
-        toolkits=request.toolkits if request.snapshot else (*request.toolkits, *terms.toolkits),
+        toolkits=request.toolkits if is_whole else (*request.toolkits, *terms.toolkits),
         limits=_limits(terms, request.limits, agent),
         gpu=_gpu(terms, request, agent),
         network=_reach(terms, request.network, agent),

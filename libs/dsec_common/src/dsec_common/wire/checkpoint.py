@@ -153,11 +153,15 @@ class BranchRollout(Message, frozen=True, kw_only=True):
 
 
 class Branch(msgspec.Struct, frozen=True, kw_only=True):
-    """One branch: a rollout with its sandbox, or why there is none."""
+    """One branch: a rollout with its sandbox, or why there is none.
+
+    ``model_rollout_id`` is a new rollout for its model calls, where the other sandbox had one.
+    """
 
     rollout_id: str = ""
     sandbox_id: str = ""
     error: ErrorReply | None = None
+    model_rollout_id: str = ""
 
 
 class RolloutBranched(Message, frozen=True, kw_only=True):

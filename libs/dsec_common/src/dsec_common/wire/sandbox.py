@@ -203,6 +203,9 @@ class CreateSandbox(Message, frozen=True, kw_only=True):
             and whoever touches it; 0 means never.
         tools: the tools of its agent that its node runs; None for none.
         action_terms: what its agent's contract allows its actions; None for no contract.
+        remade: it is made of a checkpoint of another one: its layers are all named, so its agent
+            adds none; with a ``snapshot`` it has the variables of the sandbox that this was taken
+            of, under those of ``env``. So they never leave their node.
     """
 
     base: str
@@ -235,6 +238,7 @@ class CreateSandbox(Message, frozen=True, kw_only=True):
     deadline_s: float = 0.0
     tools: NodeTools | None = None
     action_terms: ActionTerms | None = None
+    remade: bool = False
 
     @property
     def gpu_demand(self) -> GpuDemand | None:
@@ -288,6 +292,8 @@ class SandboxInfo(Message, frozen=True, kw_only=True):
             new its state is (Unix time).
         behind: why it stands still until it is synchronised with what it depends on; else empty.
         synchronise_error: why it could not be synchronised.
+        template: told by an inspection that asks for it: the request for another one like it, but
+            for its files and what stays its own; see ``remade`` of :class:`CreateSandbox`.
     """
 
     sandbox_id: str
@@ -322,10 +328,13 @@ class SandboxInfo(Message, frozen=True, kw_only=True):
     state_version_ms: int = 0
     behind: str = ""
     synchronise_error: str = ""
+    template: CreateSandbox | None = None
 
 
 class InspectSandbox(Message, frozen=True, kw_only=True):
-    """Ask for one sandbox's :class:`SandboxInfo`."""
+    """Ask for one sandbox's :class:`SandboxInfo`, on demand with its ``template``."""
+
+    template: bool = False
 
 
 class DeleteSandbox(Message, frozen=True, kw_only=True):

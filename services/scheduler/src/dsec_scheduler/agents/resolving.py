@@ -73,12 +73,13 @@ def _as_version(record: AgentRecord, request: CreateSandbox) -> CreateSandbox:
             details={"agent": record.name, "active": record.active},
         )
     own = not request.base and not request.snapshot
+    is_whole = request.remade or bool(request.snapshot)
     meant = msgspec.structs.replace(
         request,
         agent_version=version.version,
         base=version.base if own else request.base,
         workspace=version.workspace if own and not request.workspace else request.workspace,
-        toolkits=request.toolkits if request.snapshot else (*request.toolkits, *version.toolkits),
+        toolkits=request.toolkits if is_whole else (*request.toolkits, *version.toolkits),
     )
     if version.terms is None:
         return meant

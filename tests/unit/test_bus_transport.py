@@ -70,6 +70,23 @@ async def test_the_first_of_a_turn_goes_at_once_and_the_others_when_it_ends(
         assert peer.arrived() == b"five"
 
 
+async def test_after_a_turn_with_much_to_send_the_next_sends_all_when_it_ends(
+    listener: socket.socket,
+) -> None:
+    async with connected(listener) as (transport, peer):
+        for _ in range(5):
+            transport.write(b"x")
+        await turn()
+        assert peer.arrived() == b"xxxxx"
+        transport.write(b"one ")
+        transport.write(b"two")
+        assert peer.arrived() == b""
+        await turn()
+        assert peer.arrived() == b"one two"
+        transport.write(b"three")
+        assert peer.arrived() == b"three", "that turn had little to send"
+
+
 async def test_a_drain_waits_for_no_turn(listener: socket.socket) -> None:
     async with connected(listener) as (transport, peer):
         transport.write(b"one ")

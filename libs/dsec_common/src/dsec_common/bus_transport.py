@@ -16,6 +16,8 @@ from nats.aio.transport import TcpTransport
 
 from dsec_common.bus_arrivals import Arrivals, Parse
 
+#: A turn that kept back so many messages, or more, is followed by others like it.
+_MANY: Final = 4
 #: NATS's own.
 _PORT: Final = 4222
 #: With more than this kept back it is not waited for the turn's end.
@@ -25,7 +27,8 @@ _KEPT_BACK_BYTES_MAX: Final = 64 * 1024
 class GatheringTransport(TcpTransport):
     """Writes what comes first in a turn of the loop at once, and all that follows when it ends.
 
-    So one request alone is not held up by anything. The order of what is written is kept.
+    So one request alone is not held up by anything. After a turn that had much to send the next one
+    sends all of it when it ends. The order of what is written is kept.
     """
 
     def __init__(self, parse: Parse | None = None) -> None:
@@ -34,6 +37,7 @@ class GatheringTransport(TcpTransport):
         self._parse = parse
         self._arrivals: Arrivals | None = None
         self._in_turn = False
+        self._is_busy = False
         self._kept_back: list[bytes] = []
         self._kept_back_bytes = 0
 
@@ -81,8 +85,9 @@ class GatheringTransport(TcpTransport):
         if not self._in_turn:
             self._in_turn = True
             asyncio.get_running_loop().call_soon(self._end_turn)
-            self._send(payload)
-            return
+            if not self._is_busy:
+                self._send(payload)
+                return
         self._kept_back.append(payload)
         self._kept_back_bytes += len(payload)
         if self._kept_back_bytes > _KEPT_BACK_BYTES_MAX:
@@ -104,6 +109,7 @@ class GatheringTransport(TcpTransport):
 
     def _end_turn(self) -> None:
         self._in_turn = False
+        self._is_busy = len(self._kept_back) >= _MANY
         self._catch_up()
 
     def _catch_up(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from dsec import DsecError, ErrorCode, Sandbox, agent_channel, sync
 from dsec.rollouts import Rollout
 from dsec_chronus.acting import FENCED_NUMBERS
-from dsec_common.model_calls import answer_of
+from dsec_common.model_calls import CallReader, answer_of
 from dsec_common.wire.checkpoint import RolloutPutBack
 from dsec_common.wire.sandbox import IdleAction
 from stack import Stack
@@ -199,6 +199,25 @@ async def test_another_sandbox_is_as_the_first_was_made(
             assert (info.ttl_s, info.idle_ttl_s, info.idle_action) == (600, 500, IdleAction.PAUSE)
         for one in (rollout, model, branch.rollout, branch.model_rollout):
             await one.close()
+
+
+async def test_model_calls_after_a_rollback_are_read_without_those_that_are_void(
+    stack: Stack, base: str
+) -> None:
+    async with stack.client() as client:
+        model = await client.rollouts.open()
+        async with await client.create_sandbox(base, model_rollout_id=model.id) as sandbox:
+            assert await calls_of(model, 0, sandbox) == "answer 1"
+            await model.checkpoint(sandbox=sandbox)
+            assert await calls_of(model, 1, sandbox) == "answer 1"
+            back = await model.roll_back()
+            assert await calls_of(model, back.last_seq, sandbox) == "answer 1"
+        await model.close()
+        # As whoever reads them from the beginning, such as a relay that is started again.
+        reader = CallReader()
+        calls = [reader.take(it.seq, it.payload) async for it in model.stages()]
+        bodies = [json.loads(call.body) for call in calls if call is not None]
+        assert [one["messages"][0]["content"] for one in bodies] == ["bare", "bare"]
 
 
 async def test_a_checkpoint_needs_a_sandbox_that_is_there(stack: Stack, base: str) -> None:

@@ -56,6 +56,8 @@ _CANCEL_S: Final = 10.0
 #: Another report may have taken a number, as after a restart of the daemon.
 _NUMBERINGS: Final = 5
 _DELIVERED_KEPT: Final = 4096
+#: What a call is written against: its number and its body.
+_NOTHING: Final = (0, pressed(b""))
 
 
 Tell = Callable[[dict[str, str], bytes], Awaitable[None]]
@@ -138,7 +140,7 @@ class ModelSession:
         self._admit = admit
         self._numbering = asyncio.Lock()
         self._seq: int | None = None
-        self._base: tuple[int, bytes] = (0, pressed(b""))
+        self._base = _NOTHING
         self._calls: dict[str, list[PendingCall]] = {}
         self._delivered: OrderedDict[str, None] = OrderedDict()
         self._spawn = spawn
@@ -340,37 +342,53 @@ class ModelSession:
     async def _report(self, call: PendingCall, *, repeat: bool) -> int:
         """Make a call durable; return the number of its last report."""
         async with self._numbering:
-            request = call.request
-            assert request is not None  # noqa: S101  it is there until this has returned
-            base, kept = self._base
-            work = partial(_written, request, call.key, repeat=repeat, base=base, kept=kept)
-            # What is large takes a while; the loop is everybody's.
-            large = len(request.body) > _LARGE_BYTES
-            parts, body = await asyncio.to_thread(work) if large else work()
-            seq = await self._write(STAGE_CALL, parts)
-            self._base = (seq, body)
-            return seq
+            return await self._numbered(partial(self._write_call, call, repeat=repeat))
+
+    async def _write_call(self, call: PendingCall, *, repeat: bool) -> int:
+        await self._need_number()
+        request = call.request
+        assert request is not None  # noqa: S101  it is there until this has returned
+        base, kept = self._base
+        work = partial(_written, request, call.key, repeat=repeat, base=base, kept=kept)
+        # What is large takes a while; the loop is everybody's.
+        large = len(request.body) > _LARGE_BYTES
+        parts, body = await asyncio.to_thread(work) if large else work()
+        seq = await self._write(STAGE_CALL, parts)
+        self._base = (seq, body)
+        return seq
+
+    async def _numbered(self, write: Callable[[], Awaitable[int]]) -> int:
+        """Have all of it written anew when another report has taken a number of it.
+
+        Readers drop what was broken off: no whole call is ever written twice so.
+        """
+        for _ in range(_NUMBERINGS - 1):
+            try:
+                return await write()
+            except DsecError as error:
+                if error.code is not ErrorCode.CONFLICT:
+                    raise
+        return await write()
+
+    async def _need_number(self) -> int:
+        """Return the rollout's last number."""
+        if self._seq is None:
+            # After a rollback that call may be void, and no reader has it.
+            self._base = _NOTHING
+            deadline = self._clock.monotonic() + _REPORT_S
+            self._seq = (await self._gateway.inspect(self._record, deadline)).last_seq
+        return self._seq
 
     async def _write(self, stage: str, payloads: Sequence[msgspec.Struct]) -> int:
-        for attempt in range(_NUMBERINGS):
-            deadline = self._clock.monotonic() + _REPORT_S
-            try:
-                if self._seq is None:
-                    self._seq = (await self._gateway.inspect(self._record, deadline)).last_seq
-                for payload in payloads:
-                    packed = msgspec.msgpack.encode(payload)
-                    await self._gateway.report(self._record, self._seq + 1, stage, packed, deadline)
-                    self._seq += 1
-            except DsecError as error:
-                self._seq = None  # what became of the last report is not known
-                if error.code is not ErrorCode.CONFLICT or attempt + 1 == _NUMBERINGS:
-                    raise
-            except BaseException:
-                self._seq = None
-                raise
-            else:
-                return self._seq
-        raise AssertionError  # pragma: no cover
+        deadline = self._clock.monotonic() + _REPORT_S
+        seq = await self._need_number()
+        self._seq = None  # until it is known what became of the last report
+        for payload in payloads:
+            seq += 1
+            packed = msgspec.msgpack.encode(payload)
+            await self._gateway.report(self._record, seq, stage, packed, deadline)
+        self._seq = seq
+        return seq
 
     def _forget(self, call: PendingCall) -> None:
         calls = self._calls.get(call.key, [])
@@ -401,7 +419,8 @@ class ModelSession:
     async def _tell_cancelled(self, seq: int) -> None:
         try:
             async with asyncio.timeout(_CANCEL_S), self._numbering:
-                await self._write(STAGE_CANCELLED, [CallCancelled(seq=seq)])
+                told = [CallCancelled(seq=seq)]
+                await self._numbered(partial(self._write, STAGE_CANCELLED, told))
         except (DsecError, TimeoutError) as error:
             _log.info("cancelled_call_not_told", local=self._record.local, error=str(error))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import openai
 import pytest
@@ -14,29 +12,10 @@ import pytest
 from agent_world import sandbox_record
 from dsec.model_relay import Budget, HttpEngine, ModelRelay
 from dsec_common.errors import DsecError
-from dsec_common.testing.nats import NatsForTests, nats_for_tests
-from model_engine import ScriptedServer, scripted_server
-from model_world import HI, ModelWorld, chat, model_world, raw_call
+from model_engine import ScriptedServer
+from model_world import HI, ModelWorld, chat, raw_call
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="entering namespaces needs root")
-
-
-@pytest.fixture
-async def nats() -> AsyncIterator[NatsForTests]:
-    async with nats_for_tests() as running:
-        yield running
-
-
-@pytest.fixture
-async def world(nats: NatsForTests, tmp_path: Path) -> AsyncIterator[ModelWorld]:
-    async with model_world(nats, tmp_path) as world:
-        yield world
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[ScriptedServer]:
-    async with scripted_server("first", "second", "third") as running:
-        yield running
 
 
 @pytest.mark.parametrize("budget", [Budget(calls=1), Budget(tokens=3)], ids=["calls", "tokens"])

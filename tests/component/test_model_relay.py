@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -16,29 +14,10 @@ from agent_world import sandbox_record
 from dsec.model_relay import HttpEngine, ModelAnswer, ModelRelay, ModelRequest, Sampled
 from dsec.rollouts import Rollout
 from dsec_common.errors import DsecError, ErrorCode
-from dsec_common.testing.nats import NatsForTests, nats_for_tests
-from model_engine import END, ScriptedServer, prompt_ids, scripted_server, tokens_of
-from model_world import HI, ModelWorld, chat, model_world, raw_call
+from model_engine import END, ScriptedServer, prompt_ids, tokens_of
+from model_world import HI, ModelWorld, chat, raw_call
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="entering namespaces needs root")
-
-
-@pytest.fixture
-async def nats() -> AsyncIterator[NatsForTests]:
-    async with nats_for_tests() as running:
-        yield running
-
-
-@pytest.fixture
-async def world(nats: NatsForTests, tmp_path: Path) -> AsyncIterator[ModelWorld]:
-    async with model_world(nats, tmp_path) as world:
-        yield world
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[ScriptedServer]:
-    async with scripted_server("first", "second", "third") as running:
-        yield running
 
 
 async def test_turns_become_one_sequence_of_the_engines_own_tokens(

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,22 +24,9 @@ from dsec.model_relay.calls import Tell
 from dsec.model_relay.journal import Recorded
 from dsec_common.errors import unavailable
 from dsec_common.testing.clock import FakeClock
-from dsec_common.testing.nats import NatsForTests, nats_for_tests
-from model_world import ModelWorld, model_world
+from model_world import ModelWorld
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="entering namespaces needs root")
-
-
-@pytest.fixture
-async def nats() -> AsyncIterator[NatsForTests]:
-    async with nats_for_tests() as running:
-        yield running
-
-
-@pytest.fixture
-async def world(nats: NatsForTests, tmp_path: Path) -> AsyncIterator[ModelWorld]:
-    async with model_world(nats, tmp_path) as world:
-        yield world
 
 
 class _Client:

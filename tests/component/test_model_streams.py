@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any, Self
 
 import anthropic
@@ -29,31 +28,18 @@ from dsec.model_relay import (
 from dsec.model_relay.calls import Tell
 from dsec.rollouts import Rollouts
 from dsec_common.errors import DsecError
-from dsec_common.testing.nats import NatsForTests, nats_for_tests
+from dsec_common.testing.nats import NatsForTests
 from dsec_sandboxd.model_session import PendingCall
-from model_engine import END, ScriptedServer, prompt_ids, scripted_server, tokens_of
-from model_world import HI, ModelWorld, model_world, raw_call
+from model_engine import END, ScriptedServer, prompt_ids, tokens_of
+from model_world import HI, ModelWorld, raw_call
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="entering namespaces needs root")
 
 
 @pytest.fixture
-async def nats() -> AsyncIterator[NatsForTests]:
-    async with nats_for_tests(projects=("other",)) as running:
-        yield running
-
-
-@pytest.fixture
-async def world(nats: NatsForTests, tmp_path: Path) -> AsyncIterator[ModelWorld]:
-    async with model_world(nats, tmp_path) as world:
-        yield world
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[ScriptedServer]:
-    async with scripted_server("first", "second", "third") as running:
-        running.hold_tokens()
-        yield running
+def server(server: ScriptedServer) -> ScriptedServer:
+    server.hold_tokens()
+    return server
 
 
 class _Harness:

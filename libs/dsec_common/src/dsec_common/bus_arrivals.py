@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 Parse = Callable[[bytes], Coroutine[Any, Any, None]]
 """Takes bytes apart, and does what the messages in them ask for."""
 
 
-T = TypeVar("T")
-
-
-class Begun(Generic[T]):
+class Begun:
     """A coroutine that has run, in nobody's task, up to where it has to wait; then awaitable.
 
     Attributes:
@@ -26,10 +23,9 @@ class Begun(Generic[T]):
         error: what it raised then.
     """
 
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self._work = work
         self._waits_for: Any = None
-        self._result: Any = None
         self.is_done = False
         self.error: BaseException | None = None
         self._go_on(work.send, None)
@@ -37,13 +33,13 @@ class Begun(Generic[T]):
     def _go_on(self, resume: Callable[[Any], Any], value: Any) -> None:
         try:
             self._waits_for = resume(value)
-        except StopIteration as end:
-            self._result, self.is_done = end.value, True
+        except StopIteration:
+            self.is_done = True
         except Exception as error:  # noqa: BLE001  for who awaits it
             self.error, self.is_done = error, True
 
-    def __await__(self) -> Generator[Any, Any, T]:
-        """Run the rest of it; return what it returns, and raise what it raises."""
+    def __await__(self) -> Generator[Any, Any, None]:
+        """Run the rest of it, and raise what it raises."""
         while not self.is_done:
             try:
                 sent = yield self._waits_for
@@ -56,8 +52,6 @@ class Begun(Generic[T]):
                 self._go_on(self._work.send, sent)
         if self.error is not None:
             raise self.error
-        result: T = self._result
-        return result
 
 
 class Arrivals(asyncio.StreamReaderProtocol):
@@ -68,7 +62,7 @@ class Arrivals(asyncio.StreamReaderProtocol):
         self.reader = reader
         self._parse: Parse | None = None
         self._interrupted: asyncio.Future[None] | None = None
-        self._begun: Begun[None] | None = None
+        self._begun: Begun | None = None
 
     @property
     def can_take(self) -> bool:

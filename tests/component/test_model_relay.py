@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import anthropic
+import msgspec
 import openai
 import pytest
 
@@ -14,6 +15,9 @@ from agent_world import sandbox_record
 from dsec.model_relay import HttpEngine, ModelAnswer, ModelRelay, ModelRequest, Sampled
 from dsec.rollouts import Rollout
 from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.model_calls import STAGE_CANCELLED, CallCancelled
+from dsec_sandboxd.agent_gateway import ChronusGateway
+from dsec_sandboxd.records import SandboxRecord
 from model_engine import END, ScriptedServer, prompt_ids, tokens_of
 from model_world import HI, ModelWorld, chat, raw_call
 
@@ -276,3 +280,39 @@ async def test_a_wait_is_bounded_and_a_client_that_calls_again_finds_its_call(
         server.open.set()
         assert b"first" in await again
     assert len(server.asked) == 1
+
+
+class _Interrupted(ChronusGateway):
+    """Finds the number of a call's second part taken by another report, once."""
+
+    _is_over = False
+
+    async def report(
+        self, record: SandboxRecord, seq: int, stage: str, payload: bytes, deadline: float
+    ) -> bool:
+        if seq == 2 and not self._is_over:
+            self._is_over = True
+            other = msgspec.msgpack.encode(CallCancelled(seq=7))
+            await super().report(record, seq, STAGE_CANCELLED, other, deadline)
+        return await super().report(record, seq, stage, payload, deadline)
+
+
+async def test_a_call_whose_parts_were_begun_again_is_one_call(
+    world: ModelWorld, server: ScriptedServer
+) -> None:
+    await world.restart_node(kind=_Interrupted)
+    large = [{"role": "user", "content": os.urandom(150_000).hex()}]
+    async with (
+        HttpEngine(server.url) as engine,
+        world.relay(engine) as relay,
+        world.client() as client,
+    ):
+        assert [await chat(client, large), await chat(client)] == ["first", "second"]
+        assert len(server.asked) == 2
+        assert len([turn for it in relay.trace().sequences for turn in it.turns]) == 2
+    parts: list[int | None] = []
+    while len(parts) < 5:  # as much of them comes at once as fits a message
+        batch = await world.rollout.next(len(parts))
+        parts += [it.payload.get("part") for it in batch.reports]
+    assert parts == [0, None, 0, 1, 0]
+    assert len([step for step in world.steps if step.action == "model_call"]) == 2

@@ -63,8 +63,10 @@ class ModelWorld:
         self.steps: list[BehaviorLog] = []
         self.doors = self._new_doors()
 
-    def _new_doors(self, wait_max_s: float = 60.0) -> ModelDoors:
-        gateway = ChronusGateway(self._bus, StepLog(NODE, _Steps(self.steps)), NODE, SystemClock())
+    def _new_doors(
+        self, wait_max_s: float = 60.0, kind: type[ChronusGateway] = ChronusGateway
+    ) -> ModelDoors:
+        gateway = kind(self._bus, StepLog(NODE, _Steps(self.steps)), NODE, SystemClock())
         return ModelDoors(
             _own_namespace, gateway, port=self.port, wait_max_s=wait_max_s, grace_s=0.3
         )
@@ -82,10 +84,12 @@ class ModelWorld:
         record = msgspec.structs.replace(sandbox_record(), model_rollout_id=self.rollout.id)
         await self.doors.attach(record)
 
-    async def restart_node(self, wait_max_s: float = 60.0) -> None:
+    async def restart_node(
+        self, wait_max_s: float = 60.0, kind: type[ChronusGateway] = ChronusGateway
+    ) -> None:
         """Do what a new daemon does: nothing is known but the record."""
         await self.doors.aclose()
-        self.doors = self._new_doors(wait_max_s)
+        self.doors = self._new_doors(wait_max_s, kind)
         await self.open()
 
     def client(self, **options: Any) -> openai.AsyncOpenAI:

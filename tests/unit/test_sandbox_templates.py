@@ -146,6 +146,23 @@ def test_another_in_its_place_has_what_is_left_of_its_time() -> None:
     assert of_branch(kept, "s0.r1", "s0.b1", "").deadline_s == 50.0
 
 
+def test_a_sandbox_that_is_lost_when_its_time_is_over_is_not_made_again() -> None:
+    world = World()
+    world.open()
+    world.report(1, sandbox_id="n1.s1")
+    world.settle()
+    world.act(ActionKind.CHECKPOINT, "one", durable=True)
+    world.settle()
+    (it,) = world.performing()
+    kept = msgspec.structs.replace(taken(), layer="checkpoint@1", at=world.now)
+    world.done(it, taken=kept)
+    world.settle()
+    world.now += 60.0
+    late = world.act(ActionKind.ROLLBACK, "lost", lost=True)
+    assert world.refusals[late].code is ErrorCode.EXPIRED
+    assert world.to_write == []
+
+
 def test_a_node_that_does_not_tell_is_no_place_for_a_checkpoint() -> None:
     with pytest.raises(DsecError, match="update sandboxd") as refusal:
         kept_of(info())

@@ -48,7 +48,7 @@ from dsec_chronus.records import (
     values_size,
 )
 from dsec_chronus.rollout import Rollout, goes_back
-from dsec_chronus.templates import has_model_rollout
+from dsec_chronus.templates import has_model_rollout, in_its_place
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.base import ErrorReply, Message
 from dsec_common.wire.checkpoint import (
@@ -140,7 +140,8 @@ def begin(
     Raises:
         DsecError: ``not_found`` without a fitting checkpoint; ``invalid`` without a sandbox,
             or for more branches than one frame holds; ``exhausted`` for more than there is room
-            for; ``conflict`` for a key of another action; ``expired`` when the rollout is closed;
+            for; ``conflict`` for a key of another action; ``expired`` when the rollout is closed,
+            or when the time of a sandbox that is lost is over;
             ``unavailable`` while another action is under way.
     """
     rollout_id, kept = f"{shard}.{asked.local}", draft.kept
@@ -193,7 +194,7 @@ def _intent(asked: ActionAsked, draft: Draft, rollout_id: str) -> ActionBegun:
         raise too_many_branches(rollout_id, asked.count, most)
     state_bytes = 0 if checkpoint is None else checkpoint.values_bytes
     room_bytes = asked.count * (each_bytes + state_bytes)
-    return ActionBegun(
+    intent = ActionBegun(
         local=asked.local,
         at=asked.at.unix_s,
         number=kept.number + 1,
@@ -209,6 +210,9 @@ def _intent(asked: ActionAsked, draft: Draft, rollout_id: str) -> ActionBegun:
         asked_step=asked.step,
         room_bytes=room_bytes,
     )
+    if asked.lost and checkpoint is not None:
+        in_its_place(intent, checkpoint.taken, rollout_id)  # is asked for again and again
+    return intent
 
 
 def _of_branch(begun: RolloutBegun) -> RolloutBegun:

@@ -7,7 +7,6 @@ holds a dot, a wildcard or a space is refused before it can name something else.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 from dsec_common.errors import DsecError, ErrorCode, invalid
@@ -483,7 +482,6 @@ def scoped_id_of(subject: str) -> ScopedId:
     return ScopedId(validate_node(tokens[4]), validate_local(tokens[5]))
 
 
-@lru_cache(maxsize=16_384)
 def system_rollout_of(subject: str) -> tuple[str, ScopedId]:
     """Return project and rollout id of a node's request to a shard (see :func:`rollout_system`)."""
     tokens = subject.split(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from dsec_chronus.errors import bad_reward, too_large
@@ -160,7 +161,12 @@ def _of_project(request: Request[Any]) -> tuple[str, str]:
 
 def _of_node(request: Request[Any]) -> tuple[str, str]:
     """Return the project and the rollout that a node's request is about."""
-    project, rollout_id = subjects.system_rollout_of(request.subject)
+    return _project_and_local(request.subject)
+
+
+@lru_cache(maxsize=16_384)
+def _project_and_local(subject: str) -> tuple[str, str]:
+    project, rollout_id = subjects.system_rollout_of(subject)
     return project, rollout_id.local
 
 

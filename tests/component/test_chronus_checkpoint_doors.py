@@ -82,7 +82,7 @@ async def test_what_makes_no_sense_is_refused_and_changes_nothing(nats: NatsForT
 async def test_a_node_that_never_was_is_no_place_for_a_checkpoint(
     nats: NatsForTests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsec_chronus.node_actions.PATIENCE_S", 0.2)
+    monkeypatch.setattr("dsec_chronus.node_asking.PATIENCE_S", 0.2)
     async with (
         chronus_service(nats),
         nats.project() as bus,

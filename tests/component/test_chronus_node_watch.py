@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from broker_world import heartbeat
-from dsec_chronus.node_watch import NodeWatch
+from dsec_chronus.node_watch import NodesSeen, NodeWatch
 from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.testing.clock import FakeClock
@@ -39,9 +39,10 @@ async def test_nobody_is_gone_because_the_watcher_stood_still(nats: NatsForTests
         await watch.start()
         await clock.advance(5.0)
         await _hear(watch, node, "node-1")
-        assert watch.lost(NODES) == []
+        assert watch.look(NODES) == NodesSeen(living=frozenset({"node-1"}))
         await clock.advance(120.0)  # in which nothing ran here
-        assert watch.lost(NODES) == []
+        assert watch.look(NODES) == NodesSeen()
         await _hear(watch, node, "node-1")
         await clock.advance(5.0)
-        assert watch.lost(NODES) == ["node-2"]
+        seen = watch.look(NODES)
+        assert seen == NodesSeen(lost=frozenset({"node-2"}), living=frozenset({"node-1"}))

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dsec_common.errors import DsecError, ErrorCode, invalid, not_found, unavailable
+from dsec_common.errors import (
+    MAY_HAVE_HAPPENED,
+    DsecError,
+    ErrorCode,
+    invalid,
+    not_found,
+    unavailable,
+)
 
 
 def rollout_unknown(rollout_id: str) -> DsecError:
@@ -298,6 +305,16 @@ def time_is_over(sandbox_id: str) -> DsecError:
         f"the time that sandbox {sandbox_id} was given is over, so none takes its place; branch "
         "the rollout to go on with what was left at the checkpoint",
         details={"sandbox_id": sandbox_id},
+    )
+
+
+def outcome_unknown(node: str) -> DsecError:
+    """Return the error for a rollback that a node may have done before it was gone."""
+    return unavailable(
+        f"node {node} is gone, and whether it had put the sandbox back is not known; nothing was "
+        "recorded. Go back again, to a durable checkpoint or when the node is there again",
+        node=node,
+        **{MAY_HAVE_HAPPENED: True},
     )
 
 

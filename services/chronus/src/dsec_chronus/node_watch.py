@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from dsec_common import subjects
 from dsec_common.bus import Bus, Request
 from dsec_common.clock import Clock
 from dsec_common.wire.node import NodeHeartbeat
+
+
+class NodesSeen(NamedTuple):
+    """Which of the nodes that somebody asked about are gone, and which of all are surely not."""
+
+    lost: frozenset[str] = frozenset()
+    living: frozenset[str] = frozenset()
 
 
 class NodeWatch:
@@ -35,8 +43,8 @@ class NodeWatch:
     async def _on_heartbeat(self, request: Request[NodeHeartbeat]) -> None:
         self._heard[request.tokens[-1]] = self._clock.monotonic()
 
-    def lost(self, nodes: Iterable[str]) -> list[str]:
-        """Return those that are gone; to be asked several times in ``lost_after_s``.
+    def look(self, nodes: Iterable[str]) -> NodesSeen:
+        """Return which of them are gone; to be asked several times in ``lost_after_s``.
 
         They were silent for long when this was asked the time before, too: after this process
         stood still, what came meanwhile is read only once it has looked.
@@ -50,4 +58,5 @@ class NodeWatch:
             if now - max(self._heard.get(node, 0.0), self._listening_since) > self._lost_after_s
         ]
         before, self._silent = self._silent, frozenset(silent)
-        return [node for node in silent if node in before]
+        living = {node for node, at in self._heard.items() if now - at <= self._lost_after_s}
+        return NodesSeen(self._silent & before, frozenset(living))

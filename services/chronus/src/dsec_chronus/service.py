@@ -299,9 +299,9 @@ class ChronusService(Service[ChronusConfig]):
             nodes: set[str] = set()
             for shard in list(self._shards.values()):
                 await shard.sweep()
-                nodes |= shard.core.actions.nodes()
-            for node in watch.lost(nodes):
-                for shard in list(self._shards.values()):
-                    await shard.node_lost(node)
+                nodes |= shard.nodes
+            seen = watch.look(nodes)
+            for shard in list(self._shards.values()):
+                await shard.nodes_seen(seen)
             metrics.ROLLOUTS.set(sum(shard.core.rollouts for shard in self._shards.values()))
             metrics.POLLS.set(sum(shard.core.polls for shard in self._shards.values()))

@@ -43,6 +43,7 @@ from dsec_chronus.events import (
 from dsec_chronus.group_doors import GroupDoors
 from dsec_chronus.journal import FencedError, Journal
 from dsec_chronus.node_actions import NodeActions
+from dsec_chronus.node_watch import NodesSeen
 from dsec_chronus.records import ActionKind
 from dsec_chronus.rollout_doors import RolloutDoors
 from dsec_chronus.state import ShardState
@@ -114,7 +115,14 @@ class Shard:
         self._on_end = on_end
         self._journal = Journal(bus, name, clock, is_owner)
         self.core = ShardState(name, config, self._journal.epoch)
-        self._nodes = NodeActions(name, bus, clock, self._action_done, self.core.actions.needs)
+        self._nodes = NodeActions(
+            name,
+            bus,
+            clock,
+            self._action_done,
+            needs=self.core.actions.needs,
+            is_owner=is_owner,
+        )
         self._ids = itertools.count(1)
         self._callers: dict[int, _Caller] = {}
         self._to_write: asyncio.Queue[WriteFrame | PurgeJournal] = asyncio.Queue()
@@ -139,12 +147,13 @@ class Shard:
         async for sequence, frame in self._journal.take():
             self._handle(FrameRead(frame=frame, sequence=sequence))
         self._writer = asyncio.create_task(self._write(), name=f"journal {self.name}")
+        # Before anybody can ask for more: what is under way then is begun once, by its record.
+        self._handle(JournalRead(at=self._now()))
         await RolloutDoors(self).serve()
         await GroupDoors(self).serve()
         await CheckpointDoors(self).serve()
         await StreamDoor(self, self._bus).serve()
         await self._bus.flush()
-        self._handle(JournalRead(at=self._now()))
         # Whoever waits for an answer of the last owner asks again, which here it may do by now.
         await self._bus.publish(subjects.shard_taken(self.name), ShardTaken(shard=self.name))
 
@@ -178,11 +187,12 @@ class Shard:
         """End at once: whoever waits is told to ask again."""
         self._lost = True
         self._settled.set()
-        await self._nodes.end()
+        # First what begins deeds, then what does them.
         if self._writer is not None:
             self._writer.cancel()
             await asyncio.wait({self._writer})
         self._writer = None
+        await self._nodes.end()
         if self._timer is not None:
             self._timer.cancel()
         self._perform(self.core.handle(ShardLost(error=shard_moving(self.name))))
@@ -224,12 +234,22 @@ class Shard:
 
     async def sweep(self) -> None:
         """Forget rollouts that are over."""
-        if not self._lost:
+        if not self._lost and self._is_owner():
             self._nodes.sweep()
             self._handle(SweepDue(at=self._now()))
 
-    async def node_lost(self, node: str) -> None:
-        """Have the rollouts of a node that is gone go on elsewhere, from durable checkpoints."""
+    @property
+    def nodes(self) -> set[str]:
+        """The nodes of which it matters whether they are gone."""
+        return self.core.actions.nodes() | self._nodes.nodes
+
+    async def nodes_seen(self, seen: NodesSeen) -> None:
+        """Have the rollouts of nodes that are gone go on elsewhere, from durable checkpoints."""
+        self._nodes.seen(seen)
+        for node in seen.lost:
+            await self._node_lost(node)
+
+    async def _node_lost(self, node: str) -> None:
         for project, local, sandbox_id in self.core.actions.lost_with(node):
             if self._lost:
                 return

@@ -21,6 +21,7 @@ HOUR_MS: Final = 3_600_000
 #: Things that have ended are remembered so that what comes twice is known; the newest so many.
 ENDED_KEPT: Final = 50_000
 _NOTHING: Final = Amounts()
+_COUNTED_ACTIONS: Final = frozenset({"exec", "read_file", "write_file"})
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
@@ -99,6 +100,8 @@ class Bills:
 
     def step(self, record: BehaviorLog) -> None:
         """Count a step of a sandbox."""
+        if record.action not in _COUNTED_ACTIONS and not record.tokens_in and not record.tokens_out:
+            return
         size = record.attributes.get("size_bytes", "")
         size_bytes = int(size) if size.isdecimal() and len(size) < 19 else 0  # noqa: PLR2004  an int64
         amounts = Amounts(

@@ -110,8 +110,8 @@ class TracerService(Service[TracerConfig]):
             return
         try:
             async for record in consumer:
-                # All before this record are in the store. What is read twice after a crash is known
-                # there by its number.
+                # All before this record went to the store, which keeps them with the position. What
+                # is read twice after a crash is known there by its number.
                 self._keep_position_now_and_then()
                 self._handle(RecordRead(record=record, now=self.clock.now()))
                 self._bills.step(record)
@@ -149,6 +149,7 @@ class TracerService(Service[TracerConfig]):
         while True:
             await self.clock.sleep(self.config.sweep_interval_s)
             self._handle(SweepDue(now=self.clock.now()))
+            self._opened().write()
             oldest = self.clock.now() - self.config.sums_kept_s
             self._opened().forget_sums(self._bills.forget_before(_hour(oldest)))
             metrics.SANDBOXES.set(self._core.sandboxes)

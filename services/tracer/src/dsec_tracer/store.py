@@ -23,6 +23,7 @@ _log: Final = structlog.get_logger(__name__)
 _MIB: Final = 1024 * 1024
 #: A page of steps must fit one message with room to spare.
 PAGE_BYTES_MAX: Final = 256 * 1024
+_GATHERED_MAX: Final = 512
 
 _POSITION: Final = b"position"
 _SANDBOX: Final = b"sandbox|"
@@ -40,10 +41,12 @@ _sandbox_decoder: Final = msgspec.msgpack.Decoder(TracedSandbox)
 
 
 class StepStore:
-    """Steps by sandbox and number. A write has survived a crash of this process when it returns.
+    """Steps by sandbox and number, gathered and written some hundreds at a time.
 
-    It is not synced to the disk: after a power cut the newest steps may be missing here, while
-    Kafka keeps them; removing the directory has them all read again.
+    What is put is read back at once. A crash of this process takes what was not written yet, and
+    the position in the log stands before it then: so it is read again. Nothing is synced to the
+    disk: after a power cut the newest steps may be missing here, while Kafka keeps them; removing
+    the directory has them all read again.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -65,6 +68,8 @@ class StepStore:
                 f"the store of steps in {directory} cannot be opened: {error}; see that no other "
                 "tracer of this name runs here, or remove it to have the log read again"
             ) from error
+        self._gathered = WriteBatch(raw_mode=True)
+        self._changed: dict[SandboxKey, TracedSandbox] = {}
 
     def position(self) -> dict[tuple[str, int], int]:
         """Return how far the log had been read when that was kept last."""
@@ -75,14 +80,12 @@ class StepStore:
         return {(topic, partition): offset for topic, partition, offset in rows}
 
     def keep_position(self, position: Mapping[tuple[str, int], int], bills: Bills) -> None:
-        """Keep how far all topics were read, and the sums of what was read; both or neither.
-
-        Every step before the position is in the store.
+        """Keep how far all topics were read, with the steps and the sums of all that; or nothing.
 
         Raises:
             DsecError: ``unavailable`` when RocksDB refuses.
         """
-        batch = WriteBatch(raw_mode=True)
+        batch = self._gathered
         rows = [(topic, partition, offset) for (topic, partition), offset in position.items()]
         batch.put(_POSITION, _encoder.encode(rows))
         sums, things, dropped = bills.take_changes()
@@ -92,7 +95,7 @@ class StepStore:
             batch.put(_THING + name.encode(), _encoder.encode(thing))
         for name in dropped:
             batch.delete(_THING + name.encode())
-        self._write(batch, "the position in the log")
+        self.write()
 
     def load_bills(self) -> Bills:
         """Return the sums as they were kept last.
@@ -137,16 +140,20 @@ class StepStore:
             yield name, value
 
     def put(self, key: SandboxKey, sandbox: TracedSandbox, step: TraceStep | None = None) -> None:
-        """Keep a step and what is known of its sandbox; both or neither.
+        """Gather a step and what is known of its sandbox, which are written together.
+
+        Args:
+            key: of the sandbox.
+            sandbox: read again when it is written; what it says then belongs to all its steps.
+            step: None where only the sandbox changed.
 
         Raises:
-            DsecError: ``unavailable`` when RocksDB refuses (a full disk).
+            DsecError: ``unavailable`` when RocksDB refuses (a full disk); nothing is dropped.
         """
-        batch = WriteBatch(raw_mode=True)
         if step is not None:
-            batch.put(_steps_of(key) + _SEQ.pack(step.seq), _encoder.encode(step))
-        batch.put(_SANDBOX + _name_of(key), _encoder.encode(sandbox))
-        self._write(batch, key.sandbox_id)
+            self._gathered.put(_steps_of(key) + _SEQ.pack(step.seq), _encoder.encode(step))
+        self._changed[key] = sandbox
+        self._write_enough()
 
     def forget(self, key: SandboxKey) -> None:
         """Drop a sandbox with its steps.
@@ -154,11 +161,30 @@ class StepStore:
         Raises:
             DsecError: ``unavailable`` when RocksDB refuses.
         """
-        batch = WriteBatch(raw_mode=True)
-        batch.delete(_SANDBOX + _name_of(key))
+        self._changed.pop(key, None)
+        self._gathered.delete(_SANDBOX + _name_of(key))
         prefix = _steps_of(key)
-        batch.delete_range(prefix, prefix + b"\xff" * _SEQ.size)
-        self._write(batch, key.sandbox_id)
+        self._gathered.delete_range(prefix, prefix + b"\xff" * _SEQ.size)
+        self._write_enough()
+
+    def write(self) -> None:
+        """Write what was gathered.
+
+        Raises:
+            DsecError: ``unavailable`` when RocksDB refuses; it is still gathered.
+        """
+        batch = self._gathered
+        for key, sandbox in self._changed.items():
+            batch.put(_SANDBOX + _name_of(key), _encoder.encode(sandbox))
+        if batch.is_empty():
+            return
+        self._write(batch, "what was gathered")
+        self._gathered = WriteBatch(raw_mode=True)
+        self._changed.clear()
+
+    def _write_enough(self) -> None:
+        if len(self._gathered) >= _GATHERED_MAX or self._gathered.size_in_bytes() >= _MIB:
+            self.write()
 
     def steps(
         self, key: SandboxKey, after_seq: int, limit: int
@@ -166,7 +192,11 @@ class StepStore:
         """Return a page of steps with their numbers, in order, and whether others follow.
 
         A page holds ``limit`` steps or 256 KiB, whichever is less, and one step at least.
+
+        Raises:
+            DsecError: ``unavailable`` when RocksDB refuses what was gathered before.
         """
+        self.write()
         prefix = _steps_of(key)
         found: list[tuple[int, bytes]] = []
         size = 0
@@ -180,7 +210,7 @@ class StepStore:
         return tuple(found), False
 
     def load(self) -> list[tuple[SandboxKey, TracedSandbox]]:
-        """Return every sandbox, the one without a new step for longest first."""
+        """Return every sandbox written, the one without a new step for longest first."""
         loaded: list[tuple[SandboxKey, TracedSandbox]] = []
         for name, value in self._from(_SANDBOX):
             if not name.startswith(_SANDBOX):
@@ -196,8 +226,15 @@ class StepStore:
         return loaded
 
     def close(self) -> None:
-        """Let go of the store; later calls fail."""
-        self._database.close()
+        """Write what was gathered and let go of the store; later calls fail.
+
+        Raises:
+            DsecError: ``unavailable`` when RocksDB refuses; the store is let go all the same.
+        """
+        try:
+            self.write()
+        finally:
+            self._database.close()
 
     def _write(self, batch: WriteBatch, what: str) -> None:
         try:

@@ -48,9 +48,12 @@ SETTINGS: dict[str, Any] = {"shards": 1, "node_lost_s": 3.0, "sweep_interval_s":
 class Held:
     """Calls of a node's method that wait until the test lets them go on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    def __init__(self) -> None:
         self.going = asyncio.Event()
         self.begun = 0
+
+    def hold(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        """Have a method's calls wait from now on."""
         call = getattr(owner, name)
 
         async def held(*arguments: Any, **named: Any) -> Any:
@@ -59,6 +62,14 @@ class Held:
             return await call(*arguments, **named)
 
         monkeypatch.setattr(owner, name, held)
+
+
+@pytest.fixture
+async def held(node: NodeForTests) -> AsyncIterator[Held]:
+    """Let all go on before the node ends."""
+    held = Held()
+    yield held
+    held.going.set()
 
 
 @pytest.fixture
@@ -99,6 +110,7 @@ async def until_in_doubt(said: list[EventDict], back: asyncio.Future[Any], times
 
 async def test_a_rollback_that_its_node_carries_out_late_is_recorded_and_done_once(
     node: NodeForTests,
+    held: Held,
     said: list[EventDict],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,7 +122,7 @@ async def test_a_rollback_that_its_node_carries_out_late_is_recorded_and_done_on
         await rollout.put_state({"plan": "kept"})
         await rollout.checkpoint(sandbox=sandbox)
         await rollout.put_state({"plan": "lost"})
-        held = Held(monkeypatch, Maker, "remake")
+        held.hold(monkeypatch, Maker, "remake")
         back = going_back(node, rollout, "back")
         await until_in_doubt(said, back, 2)
         held.going.set()
@@ -121,6 +133,7 @@ async def test_a_rollback_that_its_node_carries_out_late_is_recorded_and_done_on
 
 async def test_the_next_owner_of_a_shard_finds_out_what_became_of_a_rollback(
     node: NodeForTests,
+    held: Held,
     said: list[EventDict],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -132,7 +145,7 @@ async def test_the_next_owner_of_a_shard_finds_out_what_became_of_a_rollback(
         await rollout.put_state({"plan": "kept"})
         await rollout.checkpoint(sandbox=sandbox)
         await rollout.put_state({"plan": "lost"})
-        held = Held(monkeypatch, Maker, "remake")
+        held.hold(monkeypatch, Maker, "remake")
         back = going_back(node, rollout, "back")
         await until_in_doubt(said, back, 1)
     assert (await refused(back)).code is ErrorCode.UNAVAILABLE
@@ -188,14 +201,14 @@ async def test_a_sandbox_of_other_layers_than_its_checkpoint_gives_way_to_anothe
 
 
 async def test_a_snapshot_that_was_taken_twice_is_kept_once(
-    node: NodeForTests, monkeypatch: pytest.MonkeyPatch
+    node: NodeForTests, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dsec_chronus.node_asking.ATTEMPT_S", 0.3)
     ask = Asker(node)
     async with chronus_service(node.nats, **SETTINGS), asyncio.timeout(20):
         rollout = await opened(node)
         sandbox = (await node.place()).sandbox_id
-        held = Held(monkeypatch, SnapshotMaker, "take")
+        held.hold(monkeypatch, SnapshotMaker, "take")
         making = asyncio.ensure_future(rollout.checkpoint(sandbox=sandbox))
         while held.begun < 2:
             await asyncio.sleep(0.01)

@@ -26,12 +26,13 @@ from dsec_chronus.records import Taken
 from dsec_common import subjects
 from dsec_common.bus import Request
 from dsec_common.clock import SystemClock
-from dsec_common.errors import MAY_HAVE_HAPPENED, ErrorCode
+from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError, ErrorCode
 from dsec_common.subjects import ScopedId
 from dsec_common.wire.checkpoint import RollBackRollout, RolloutRolledBack
 from dsec_common.wire.layer import LayerList, ListLayers
 from dsec_common.wire.rollout import StageAccepted, StageReport
 from dsec_common.wire.sandbox import CreateSandbox, SandboxCreated
+from dsec_sandboxd.kernel.linux import LinuxKernel
 from dsec_sandboxd.making import Maker
 from dsec_sandboxd.snapshot_taking import SnapshotMaker
 from refusals import refused
@@ -84,6 +85,15 @@ def said() -> Iterator[list[EventDict]]:
 async def chronus_of(both: Both) -> AsyncIterator[Both]:
     async with chronus_service(both[1].nats, **SETTINGS):
         yield both
+
+
+async def schedule(node: NodeForTests) -> None:
+    """Be the scheduler: what is to be made is made on this node."""
+
+    async def place(request: Request[CreateSandbox]) -> SandboxCreated:
+        return await node.place(request.message)
+
+    await node.scheduler.serve(subjects.sandbox_create("default"), CreateSandbox, place)
 
 
 async def opened(node: NodeForTests) -> Rollout:
@@ -179,10 +189,7 @@ async def test_a_rollback_in_doubt_ends_when_its_node_is_gone_and_says_so(
 async def test_a_sandbox_of_other_layers_than_its_checkpoint_gives_way_to_another(
     node: NodeForTests,
 ) -> None:
-    async def place(request: Request[CreateSandbox]) -> SandboxCreated:
-        return await node.place(request.message)
-
-    await node.scheduler.serve(subjects.sandbox_create("default"), CreateSandbox, place)
+    await schedule(node)
     async with chronus_service(node.nats, **SETTINGS):
         rollout = await opened(node)
         first = (await node.place()).sandbox_id
@@ -198,6 +205,23 @@ async def test_a_sandbox_of_other_layers_than_its_checkpoint_gives_way_to_anothe
         back = await rollout.roll_back()
         assert back.recreated
         assert back.sandbox_id not in {first, again.sandbox_id}
+
+
+async def test_a_sandbox_that_ends_by_its_rollback_gives_way_to_another(
+    node: NodeForTests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_self: LinuxKernel, _local: str, _heir: str) -> None:
+        raise DsecError(ErrorCode.INTERNAL, "told to")
+
+    await schedule(node)
+    async with chronus_service(node.nats, **SETTINGS):
+        rollout = await opened(node)
+        sandbox = (await node.place()).sandbox_id
+        await rollout.checkpoint(sandbox=sandbox)
+        monkeypatch.setattr(LinuxKernel, "replace", refuse)
+        back = await rollout.roll_back()
+        assert back.recreated
+        assert (await rollout.inspect()).sandbox_id == back.sandbox_id != sandbox
 
 
 async def test_a_snapshot_that_was_taken_twice_is_kept_once(

@@ -284,7 +284,7 @@ class NodeActions:
             message_id=f"rollback-{self._id(it.begun)}-{it.begun.number}",
             snapshot_id=taken.snapshot_id,
         )
-        tries, doubtful = self._asking.tries(sandbox_id), it.doubtful
+        tries, doubtful, is_known = self._asking.tries(sandbox_id), it.doubtful, False
         while True:
             try:
                 await self._asking.once(subject, asked, SandboxRolledBack, timeout_s=_CREATE_S)
@@ -295,7 +295,10 @@ class NodeActions:
                 # Such an answer is none: it may come from the way in, past which an attempt is.
                 is_open = error.retryable or error.code is ErrorCode.DENIED
                 if not (doubtful and is_open):
-                    await tries.need_another(error)
+                    # Unless it is sure, the sandbox may have ended by it, which its node says next.
+                    if error.retryable or is_known or is_sure(error):
+                        await tries.need_another(error)
+                    is_known = not error.retryable
                     continue
                 log.warning("a rollback is in doubt", sandbox=str(sandbox_id), error=error.message)
             else:

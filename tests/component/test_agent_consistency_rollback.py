@@ -82,7 +82,7 @@ async def test_one_that_is_put_back_while_it_is_synchronised_is_not_taken_for_wh
     halt = Halt(world)
     snapshots = service._snapshots
     kept = snapshots.store.find("default", snapshot.id)
-    rolling = asyncio.create_task(snapshots.doors._maker.roll_back(record, kept))
+    rolling = asyncio.create_task(snapshots.doors._maker.roll_back(record, kept, "r-1"))
     await halt.reached.wait()
     inside.remove("wait")
     await until(lambda: inside.stood_still() == [True])

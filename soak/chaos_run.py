@@ -80,10 +80,13 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a run.
 
     Attributes:
+        name: of the kind of run.
+        told: names of the counts that the one line says beside what it says of every run.
         history: what happened last before something was violated for the first time.
     """
 
     name: ClassVar[str]
+    told: ClassVar[tuple[str, ...]]
 
     seed: int
     seconds: float
@@ -96,13 +99,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         """Whether all is as it must be."""
         return not self.violations
 
-    def figures(self) -> Mapping[str, int]:
-        """Return what the one line says beside what it says of every run."""
-        raise NotImplementedError
-
     def line(self) -> str:
         """Return the whole in one line."""
-        counts = {"kills": sum(self.kills.values()), **self.figures()}
+        counts = {"kills": sum(self.kills.values())}
+        counts |= {what: getattr(self, what) for what in self.told}
         counts["violations"] = len(self.violations)
         return (
             f"{self.name}: {'clean' if self.clean else 'NOT CLEAN'}: seed {self.seed}, "

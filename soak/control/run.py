@@ -62,6 +62,7 @@ class Summary(RunSummary, frozen=True, kw_only=True):
     """
 
     name = "chaos-control"
+    told = ("requests", "sandboxes", "leases", "revisions")
 
     requests: int
     granted: dict[str, int]
@@ -72,15 +73,6 @@ class Summary(RunSummary, frozen=True, kw_only=True):
     leases: int
     revisions: int
     unseen: int
-
-    def figures(self) -> Mapping[str, int]:
-        """Return what the one line says beside what it says of every run."""
-        return {
-            "requests": self.requests,
-            "sandboxes": self.sandboxes,
-            "leases": self.leases,
-            "revisions": self.revisions,
-        }
 
 
 async def chaos(options: ChaosOptions) -> Summary:

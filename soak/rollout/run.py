@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -83,6 +83,7 @@ class Summary(RunSummary, frozen=True, kw_only=True):
     """
 
     name = "chaos-rollout"
+    told = ("rollouts", "steps", "frames")
 
     rollouts: int
     steps: int
@@ -94,10 +95,6 @@ class Summary(RunSummary, frozen=True, kw_only=True):
     owners: int
     frames: int
     unseen: int
-
-    def figures(self) -> Mapping[str, int]:
-        """Return what the one line says beside what it says of every run."""
-        return {"rollouts": self.rollouts, "steps": self.steps, "frames": self.frames}
 
 
 class _Run:

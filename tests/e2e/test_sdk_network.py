@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import socket
 
@@ -11,7 +12,7 @@ import pytest
 
 from dsec import DsecError, ErrorCode, NetworkMode, Sandbox, sync
 from dsec_common.wire.network import NetworkPhase
-from stack import Stack
+from stack import Stack, environment
 
 pytestmark = pytest.mark.usefixtures("router")
 
@@ -58,6 +59,34 @@ async def test_a_tunnel_carries_many_connections_into_a_sandbox_without_a_networ
 
             said = await asyncio.gather(*(talk(number) for number in range(20)))
         assert said == [b"hello %d" % n + b"end %d" % len(b"hello %d" % n) for n in range(20)]
+
+
+async def test_forwarding_on_the_command_line_ends_with_its_sandbox(
+    stack: Stack, base: str
+) -> None:
+    async with stack.client() as client, await client.create_sandbox(base) as sandbox:
+        await _start_echo(sandbox)
+        command = stack.command("--json", "network", "forward", sandbox.id, "8080")
+        forwarding = await asyncio.create_subprocess_exec(
+            *command,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment(),
+        )
+        assert forwarding.stdout is not None
+        local = json.loads(await forwarding.stdout.readline())["local"]
+        reader, writer = await asyncio.open_connection(*local.split(":"))
+        writer.write(b"hello")
+        assert await reader.readexactly(5) == b"hello"
+        await sandbox.delete()
+        async with asyncio.timeout(30):
+            _, said = await forwarding.communicate()
+        writer.close()
+        assert forwarding.returncode == 1
+        assert json.loads(said)["error"]["code"] == "expired"
+        again = stack.dsec("network", "forward", sandbox.id, "8080", check=False)
+        assert again.returncode == 1
+        assert "has ended (deleted)" in again.stderr
 
 
 async def test_a_stream_carries_megabytes_both_ways_at_once(stack: Stack, base: str) -> None:

@@ -6,11 +6,18 @@ import asyncio
 import contextlib
 import signal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from dsec.cli.output import Json, Output, UsageError, run
+from dsec_common.errors import DsecError, ErrorCode
+from dsec_common.wire.sandbox import SandboxInfo, SandboxState
+
+if TYPE_CHECKING:
+    from dsec.sandbox import Sandbox
+
+_LOOK_EVERY_S: Final = 2.0
 
 app = typer.Typer(no_args_is_help=True, help="Networks of sandboxes: what they may reach.")
 
@@ -119,7 +126,7 @@ def forward(
     local_port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 0,
     json_output: Json = False,
 ) -> None:
-    """Listen here and connect each caller to a port inside, until interrupted."""
+    """Listen here and connect each caller to a port inside, until stopped or the sandbox ends."""
 
     async def work(output: Output) -> None:
         from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
@@ -130,6 +137,7 @@ def forward(
             loop.add_signal_handler(number, stop.set)
         async with client() as dsec:
             sandbox = dsec.sandbox(sandbox_id)
+            _need_alive(await sandbox.inspect())
             tunnel = await sandbox.forward(
                 port, host=host, local_host=local_host, local_port=local_port
             )
@@ -140,9 +148,34 @@ def forward(
                 else:
                     output.text(f"{facts['local']} leads to port {port} of {sandbox_id}")
                 with contextlib.suppress(asyncio.CancelledError):
-                    await stop.wait()
+                    await _until_stopped(stop, sandbox)
 
     run(work, json=json_output)
+
+
+async def _until_stopped(stop: asyncio.Event, sandbox: Sandbox) -> None:
+    """Return when stopped; raise when the sandbox is over. Its node may be away meanwhile."""
+    while not stop.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_EVERY_S):
+                await stop.wait()
+                return
+        try:
+            info = await sandbox.inspect()
+        except DsecError as error:
+            if not error.retryable:
+                raise
+        else:
+            _need_alive(info)
+
+
+def _need_alive(info: SandboxInfo) -> None:
+    if info.state is SandboxState.ENDED:
+        raise DsecError(
+            ErrorCode.EXPIRED,
+            f"sandbox {info.sandbox_id} has ended ({info.end_cause}): nothing leads there any more",
+            details={"end_cause": info.end_cause},
+        )
 
 
 def _show(output: Output, info: Any) -> None:

@@ -230,6 +230,19 @@ async def test_a_policy_takes_a_tools_network_away_while_it_runs(world: World) -
     assert set(await world.codes(sandbox_id, NOWHERE)) <= reached
 
 
+async def test_a_policy_that_takes_a_tools_network_away_ends_its_calls(world: World) -> None:
+    placed = await world.place({"http_client": HTTP}, agent="bot", agent_version="1")
+    slow = {**NOWHERE, "arguments": {"url": "http://192.0.2.1/", "timeout_s": 60.0}}
+    asking = asyncio.create_task(world.codes(placed.sandbox_id, slow))
+    # All its places are taken when one more is refused: so many are under way.
+    others = [asyncio.create_task(world.codes(placed.sandbox_id, slow)) for _ in range(4)]
+    done, under_way = await asyncio.wait({asking, *others}, return_when=asyncio.FIRST_COMPLETED)
+    assert [one.result() for one in done] == [["exhausted"]]
+    await world.govern(1, AgentPolicy(revoked=("network_access",)))
+    async with asyncio.timeout(20):
+        assert await asyncio.gather(*under_way) == [["denied"]] * 4
+
+
 async def test_a_node_without_a_model_server_says_so(tmp_path: Path, layers: Path) -> None:
     async with daemon_for_tests(tmp_path, layers) as (daemon, node):
         world = World(daemon, node)

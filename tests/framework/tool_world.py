@@ -116,6 +116,7 @@ class ToolWorld:
     def __init__(self, world: World, net: NetworkWorld, settings: NetworkSettings) -> None:
         self.world = world
         self.net = net
+        self.is_taken_away = False
         self.gateway = MemoryGateway()
         self.site = Site()
         self.database = StateDatabase(world.directory / "tool-state")
@@ -125,7 +126,7 @@ class ToolWorld:
             None,
             self.rates,
             SystemClock(),
-            network_of=lambda record: record.tools.network if record.tools else None,
+            network_of=self._network_of,
             log=self.gateway.log,
         )
         self.server = AgentSocketServer(self.gateway, NODE)
@@ -143,6 +144,9 @@ class ToolWorld:
         await world.create(LOCAL, memory_bytes=64 * MIB, run_directory=world.directory / LOCAL)
         await made.grant(allow(named(ALLOWED_NAME)))
         return made
+
+    def _network_of(self, record: SandboxRecord) -> NetworkPolicy | None:
+        return record.tools.network if record.tools and not self.is_taken_away else None
 
     @property
     def run_directory(self) -> Path:

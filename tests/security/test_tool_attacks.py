@@ -217,6 +217,25 @@ async def test_answers_are_bounded_in_size_and_time_whatever_a_server_does(
     assert longer["error"]["code"] == "invalid"
 
 
+async def test_a_call_under_way_ends_when_its_network_is_taken_away(tools: ToolWorld) -> None:
+    asking = asyncio.create_task(tools.get(f"{SITE}/silent", timeout_s=60.0))
+    async with asyncio.timeout(20):
+        while not tools.site.asked:
+            await asyncio.sleep(0.02)
+    record = await tools.grant(allow(named(ALLOWED_NAME)))
+    tools.desk.network_changed(record)  # to the same: it goes on
+    await asyncio.sleep(0.2)
+    assert not asking.done()
+    tools.is_taken_away = True
+    tools.desk.network_changed(record)
+    async with asyncio.timeout(20):
+        (told,) = await asking
+    assert told["error"]["code"] == "denied"
+    assert "was changed while" in told["error"]["message"]
+    assert tools.calls()[-1] == ("http_client", "denied")
+    tools.is_taken_away = False
+
+
 class Reader(Agent):
     def execute(self) -> None:
         return None

@@ -68,6 +68,10 @@ class Agents:
         governed = None if policy is None else policy.governed_network
         return granted if granted is None or governed is None else governed
 
+    def use_tools(self, network_changed: Callable[[SandboxRecord], None]) -> None:
+        """Take what is told of each instance whose policy lets it reach something else."""
+        self._governing.network_changed = network_changed
+
     def recovered(self, adopted: Iterable[SandboxRecord]) -> None:
         """Bring the sandboxes of an earlier daemon under the rules; it may not have got so far."""
         instances = [record for record in adopted if record.agent_version]

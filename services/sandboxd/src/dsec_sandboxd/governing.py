@@ -86,6 +86,8 @@ class Governing:
         #: Told of an instance that no policy pauses any more; True: for another reason it is not
         #: to go on yet, and whoever has it stand still sees to that.
         self.stands_still: Callable[[SandboxRecord], bool] = lambda _record: False
+        #: Told of an instance that may reach something else than before, by its policy.
+        self.network_changed: Callable[[SandboxRecord], None] = lambda _record: None
 
     def load(self) -> None:
         """Read the rules that an earlier daemon kept."""
@@ -252,6 +254,8 @@ class Governing:
                 self._rates.limit_rate(local, policy.rate_limits.get(AGENT_SOCKET))
             wanted = policy.governed_network or record.network or _NO_NETWORK
             is_elsewhere = policy.governed_network != before.governed_network
+            if is_elsewhere:
+                self.network_changed(record)
             if policy.paused != before.paused or (
                 is_elsewhere and self._networks.is_touched_by(record, wanted)
             ):

@@ -267,6 +267,7 @@ class SandboxdService(Service[SandboxdConfig]):
             log=self._steps.step,
         )
         self._models.admit = desk.count_model_call
+        self._agents.use_tools(desk.network_changed)
         if isinstance(agent_sockets, AgentSocketServer):
             agent_sockets.run_tools(desk)
 

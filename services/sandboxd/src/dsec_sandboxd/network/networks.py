@@ -394,8 +394,9 @@ class Networks:
     async def close(self) -> None:
         """Let go of all; the router stays for as long as sandboxes are connected to it."""
         self._resting.close()
-        if self._open:
-            await self._shut(keep=bool(self._members))
+        async with self._opening:
+            if self._open:
+                await self._shut(keep=bool(self._members))
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -406,13 +407,15 @@ class Networks:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def _ready(self) -> None:
-        """Have the router open.
+        """Have the router open; whoever waits may be cancelled, and no half of one is left.
 
         Raises:
             DsecError: ``unsupported`` with what this host lacks.
         """
-        if self._open:
-            return
+        if not self._open:
+            await asyncio.shield(asyncio.create_task(self._open_up()))
+
+    async def _open_up(self) -> None:
         async with self._opening:
             if self._open:
                 return
@@ -429,7 +432,6 @@ class Networks:
     async def _serve(self) -> None:
         self._refusals = await self._run(self._router.refusal_socket)
         asyncio.get_running_loop().add_reader(self._refusals.fileno(), self._read_refusals)
-        sockets = await self._run(self._router.resolver_sockets)
         self._resolver = Resolver(
             self._settings.plan,
             self._ports,
@@ -438,14 +440,13 @@ class Networks:
             learn=self._learn,
             on_refused=self._name_refused,
         )
-        await self._resolver.serve(sockets)
+        await self._resolver.serve(await self._run(self._router.resolver_sockets))
 
     async def _shut(self, *, keep: bool) -> None:
         self._open = False
-        loop = asyncio.get_running_loop()
         refused, self._refusals = self._refusals, None
         if refused is not None:
-            loop.remove_reader(refused.fileno())
+            asyncio.get_running_loop().remove_reader(refused.fileno())
             refused.close()
         await self._node_addresses.close()
         resolver, self._resolver = self._resolver, None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -16,12 +16,19 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from dsec_common.clock import Clock
-from dsec_common.errors import DsecError, ErrorCode, invalid
+from dsec_common.errors import MAY_HAVE_HAPPENED, DsecError, ErrorCode, invalid
 from dsec_common.wire.agent import NETWORK_ACCESS
 from dsec_common.wire.network import NetworkMode, NetworkPolicy
 from dsec_common.wire.tools import NodeTools, ToolTerms
 from dsec_sandboxd.records import SandboxRecord
-from dsec_sandboxd.tools.http import HttpArguments, HttpRequests, Part, check_request, shown
+from dsec_sandboxd.tools.http import (
+    HttpAnswer,
+    HttpArguments,
+    HttpRequests,
+    Part,
+    check_request,
+    shown,
+)
 from dsec_sandboxd.tools.models import ModelArguments, ModelServer, request_of
 from dsec_sandboxd.tools.rates import CallRates
 from dsec_sandboxd.tools.targets import Way
@@ -47,6 +54,14 @@ class _Told:
     tokens_in: int = 0
     tokens_out: int = 0
     attributes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reaching:
+    """A call under way, by the policy that it began under; its limit is over when that is."""
+
+    policy: NetworkPolicy
+    limit: asyncio.Timeout
 
 
 Log = Callable[..., None]
@@ -84,6 +99,7 @@ class ToolDesk:
         self._network_of = network_of
         self._log = log
         self._under_way: Counter[str] = Counter()
+        self._reaching: defaultdict[str, set[_Reaching]] = defaultdict(set)
 
     def offered(self, record: SandboxRecord) -> list[str]:
         """Return the tools that this node runs for a sandbox, by name."""
@@ -156,7 +172,7 @@ class ToolDesk:
             policy = self._reach(record, terms)
             check_request(asked)
             with self._place(record.local, tool, terms):
-                answer = await self._http.ask(asked, await self._way.ready_for(policy), part)
+                answer = await self._within(record, policy, asked, part)
             told.status = str(answer.status)
             told.attributes |= {"bytes": str(answer.bytes), "answered_by": shown(answer.url)}
             return msgspec.structs.asdict(answer)
@@ -171,6 +187,37 @@ class ToolDesk:
             written = await self._models.ask(question, terms, tool, part)
         told.tokens_in, told.tokens_out = written.tokens_in, written.tokens_out
         return msgspec.structs.asdict(written)
+
+    async def _within(
+        self, record: SandboxRecord, policy: NetworkPolicy, asked: HttpArguments, part: Part
+    ) -> HttpAnswer:
+        """Make a request that ends when the sandbox's tools may not reach the same any more."""
+        reaching = _Reaching(policy, asyncio.timeout(None))
+        of_sandbox = self._reaching[record.local]
+        of_sandbox.add(reaching)
+        try:
+            async with reaching.limit:
+                return await self._http.ask(asked, await self._way.ready_for(policy), part)
+        except TimeoutError as error:
+            if not reaching.limit.expired():
+                raise
+            raise DsecError(
+                ErrorCode.DENIED,
+                f"what {_HTTP} may reach was changed while it asked {shown(asked.url)}; the "
+                "request may have arrived",
+                details={"permission": NETWORK_ACCESS, MAY_HAVE_HAPPENED: True},
+            ) from error
+        finally:
+            of_sandbox.discard(reaching)
+            if not of_sandbox:
+                self._reaching.pop(record.local, None)
+
+    def network_changed(self, record: SandboxRecord) -> None:
+        """End the calls under way that began when a sandbox's tools might reach something else."""
+        policy = self._network_of(record)
+        for reaching in self._reaching.get(record.local, ()):
+            if reaching.policy != policy and not reaching.limit.expired():
+                reaching.limit.reschedule(0.0)
 
     def _reach(self, record: SandboxRecord, terms: ToolTerms) -> NetworkPolicy:
         """Return what the tool may reach.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from action_world import MIB, ActionWorld, action_world, new_broker
+from action_world import CARD, MIB, ActionWorld, action_world, new_broker
 from dsec_common.wire.action import ActionOutcome, ActionState, ActionVolume
 from dsec_common.wire.network import (
     InspectNetwork,
@@ -18,6 +18,7 @@ from dsec_common.wire.network import (
     NetworkPolicy,
     NetworkRule,
 )
+from nvml import a100
 from refusals import refused
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes need root")
@@ -28,8 +29,10 @@ THERE = NetworkPolicy(mode=NetworkMode.ALLOW, allow=(NetworkRule(cidr="10.4.5.6/
 SCRATCH = ActionVolume(name="scratch", size_bytes=MIB)
 TOOLS = ActionVolume(name="tools", layer="tools@1")
 #: An action with all kinds of things writes down the intent, units, two volumes, the network, that
-#: it runs; that it ends, that no heartbeat names its lease any more, and that it has ended.
-WRITES = {2: "units", 4: "layer", 6: "running", 7: "ending", 8: "unnamed", 9: "ended"}
+#: it runs; that it ends, its volumes' numbers, that no heartbeat names its lease any more, and that
+#: it has ended.
+WRITES = {2: "units", 4: "layer", 6: "running", 7: "ending"}
+WRITES |= {8: "volumes", 9: "unnamed", 10: "ended"}
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ async def test_a_daemon_that_is_killed_at_any_step_leaves_nothing_of_an_action(
         asking.cancel()
         await asyncio.wait({asking})
         await world.daemon.start()
-        began = what in {"ending", "unnamed", "ended"}
+        began = what in {"ending", "volumes", "unnamed", "ended"}
         if what == "ending":  # it had not been written down that it ends, so it goes on
             action = await world.only(sandbox_id)
             assert action.state is ActionState.RUNNING
@@ -110,6 +113,19 @@ async def test_an_action_goes_on_when_the_daemon_is_killed(world: ActionWorld) -
     await world.end(sandbox_id, action_id)
     await nothing_is_left(world, sandbox_id)
     assert "600" not in await world.say(sandbox_id, "cat /proc/[0-9]*/cmdline")
+
+
+async def test_a_device_goes_with_its_action_also_when_nobody_can_tell_any_more_whose_it_was(
+    world: ActionWorld,
+) -> None:
+    sandbox_id = await world.place()
+    action = await world.begin(sandbox_id, cu=10.0)
+    assert "nvidia0" in await world.say(sandbox_id, "ls /dev", action.action_id)
+    await world.daemon.kill()
+    world.inventory.write([a100(0, uuid=CARD, lost=1)])  # so that a fresh daemon never knew it
+    await world.daemon.start()
+    await world.end(sandbox_id, action.action_id)
+    assert "nvidia" not in await world.say(sandbox_id, "ls /dev")
 
 
 async def test_the_time_of_an_action_runs_on_while_the_daemon_is_dead(world: ActionWorld) -> None:

@@ -39,10 +39,17 @@ PATIENCE_S = 20.0
 class ActionWorld:
     """The node, its broker, and what tests ask of them again and again."""
 
-    def __init__(self, daemon: DaemonProcess, node: NodeForTests, broker: BrokerService) -> None:
+    def __init__(
+        self,
+        daemon: DaemonProcess,
+        node: NodeForTests,
+        broker: BrokerService,
+        inventory: Inventory,
+    ) -> None:
         self.daemon = daemon
         self.node = node
         self.broker = broker
+        self.inventory = inventory
 
     async def place(self, **asked: Any) -> str:
         """Return a new sandbox's id."""
@@ -148,7 +155,7 @@ async def action_world(
     ) as (daemon, node):
         async with new_broker(node) as broker:
             await node.until(lambda: any(beat.gpus for beat in node.heartbeats))
-            world = ActionWorld(daemon, node, broker)
+            world = ActionWorld(daemon, node, broker, inventory)
             async with asyncio.timeout(PATIENCE_S):
                 while not await world.is_known():
                     await asyncio.sleep(0.02)

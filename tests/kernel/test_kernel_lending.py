@@ -163,6 +163,23 @@ async def test_a_volume_goes_with_its_place_also_when_root_has_moved_what_is_abo
     assert (await world.shell(f"ls '/{name}/dsec/actions/data'")).exit_code != 0
 
 
+async def test_users_of_a_volume_whose_place_is_gone_are_found_by_its_number(
+    world: World,
+) -> None:
+    place = await with_place(world)
+    await world.kernel.lend_mount("a", volume(place))
+    holder = asyncio.create_task(
+        world.shell("cd /run/dsec/actions/data; exec 3>kept; cd /; echo >/held; sleep 60")
+    )
+    await world.say("while [ ! -e /held ]; do sleep 0.02; done")
+    numbers = await world.kernel.volumes("a", [place])
+    place.rmdir()  # as a daemon did that was killed then
+    await world.kernel.take_mounts("a", [place])
+    assert not holder.done()
+    await world.kernel.take_mounts("a", [place], numbers)
+    assert (await holder).signal == 9
+
+
 @pytest.mark.parametrize("trick", ["ln -s /proc /run", "mkdir -p /run/dsec/actions/data"])
 async def test_nothing_is_mounted_elsewhere_when_root_inside_has_moved_the_place(
     world: World, trick: str

@@ -103,6 +103,15 @@ class ActionBook:
             for slice_ in action.slices
         )
 
+    def devices(self, local: str, *, but: str) -> frozenset[str]:
+        """Return the names of the devices that a sandbox's open actions have but for one action."""
+        return frozenset(
+            device.name
+            for action in self.open(local)
+            if action.granted and action.action_id != but
+            for device in action.devices
+        )
+
     def with_network(self, local: str) -> ActionRecord | None:
         """Return the open action that says what a sandbox may reach, if there is one."""
         return next((it for it in self.open(local) if it.network is not None), None)

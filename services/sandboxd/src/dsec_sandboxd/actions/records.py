@@ -17,6 +17,7 @@ from dsec_common.wire.action import (
     ActionState,
 )
 from dsec_common.wire.network import NetworkPolicy
+from dsec_sandboxd.kernel.interface import DeviceNode
 from dsec_sandboxd.records import SandboxRecord
 
 DIRECTORY: Final = "actions"
@@ -45,6 +46,8 @@ class ActionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         action_id: the message that asked for it.
         lease_id: what its lease is called, if it is granted.
         granted: its lease is known to be there; heartbeats name it.
+        devices: what its units brought into the sandbox's ``/dev``.
+        volume_numbers: device numbers of its volumes, from when they are about to be taken back.
         network_before: the policy that was in force before its own.
     """
 
@@ -66,8 +69,10 @@ class ActionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     lease_id: str = ""
     granted: bool = False
     slices: tuple[Slice, ...] = ()
+    devices: tuple[DeviceNode, ...] = ()
     lease_resizes: int = 0
     volumes: tuple[HeldVolume, ...] = ()
+    volume_numbers: tuple[int, ...] = ()
     network: NetworkPolicy | None = None
     network_before: NetworkPolicy | None = None
     acquired: tuple[Acquired, ...] = ()

@@ -136,11 +136,16 @@ class Resources:
         )
         async with self._device_turns[action.local]:
             action = msgspec.structs.replace(action, granted=True, slices=granted.slices)
-            action = action.with_acquired(
-                AcquiredKind.UNITS, granted.lease_id, lenders.clock.now(), granted.cu
-            )
-            self._save(action)
-            await lenders.kernel.lend_devices(action.local, lenders.gpus.nodes(action.slices))
+            try:
+                # Once its card is lost nobody could tell them any more.
+                devices = lenders.gpus.nodes(action.slices)
+                action = msgspec.structs.replace(action, devices=devices)
+            finally:  # it is granted all the same
+                action = action.with_acquired(
+                    AcquiredKind.UNITS, granted.lease_id, lenders.clock.now(), granted.cu
+                )
+                self._save(action)
+            await lenders.kernel.lend_devices(action.local, action.devices)
             await self._lend_pipes(action, record)
         return action
 
@@ -215,7 +220,7 @@ class Resources:
             await self._give_network_back(action, record)
         action = action.with_returned(AcquiredKind.NETWORK, now())
         if action.volumes:
-            await self._give_volumes_back(action)
+            action = await self._give_volumes_back(action)
             action = action.with_returned(AcquiredKind.VOLUME, now())
             action = action.with_returned(AcquiredKind.LAYER, now())
         if action.lease_id:
@@ -230,17 +235,23 @@ class Resources:
         if (await networks.info(record)).policy == action.network:
             await networks.set_policy(record, action.network_before)
 
-    async def _give_volumes_back(self, action: ActionRecord) -> None:
+    async def _give_volumes_back(self, action: ActionRecord) -> ActionRecord:
         lenders = self._lenders
         run_directory = lenders.directories.find(action.local)
         if run_directory is not None:
             places = [action.place(run_directory, volume.name) for volume in action.volumes]
-            await lenders.kernel.take_mounts(action.local, places)
+            known = await lenders.kernel.volumes(action.local, places)
+            if not known <= {*action.volume_numbers}:
+                numbers = tuple(sorted(known.union(action.volume_numbers)))
+                action = msgspec.structs.replace(action, volume_numbers=numbers)
+                self._save(action)
+            await lenders.kernel.take_mounts(action.local, places, action.volume_numbers)
             with contextlib.suppress(OSError):  # it was never made
                 action.place(run_directory).rmdir()
         if (action.local, action.action_id) in self._holding:
             self._holding.remove((action.local, action.action_id))
             lenders.holds.release(action.digests)
+        return action
 
     async def _give_units_back(
         self, action: ActionRecord, record: SandboxRecord | None
@@ -266,7 +277,9 @@ class Resources:
     async def _take_devices(self, action: ActionRecord, record: SandboxRecord) -> None:
         lenders, held = self._lenders, self._others(action, record)
         stay = {device.name for device in self._devices(held)}
-        gone = [device for device in self._devices(action.slices) if device.name not in stay]
+        stay |= self._book.devices(action.local, but=action.action_id)
+        lent = action.devices or self._devices(action.slices)
+        gone = [device for device in lent if device.name not in stay]
         await lenders.kernel.take_devices(action.local, gone)
         run_directory = lenders.directories.find(action.local)
         if run_directory is not None and not _need_pipes(held, lenders.gpus):

@@ -88,14 +88,17 @@ class Lender(KernelPart):
             for descriptor in opened:
                 os.close(descriptor)
 
-    async def take_mounts(self, local: str, places: Sequence[Path]) -> None:
+    async def volumes(self, local: str, places: Sequence[Path]) -> frozenset[int]:
+        """Return the device numbers of the volumes that are mounted on places."""
+        sandbox = self._sandboxes.get(local)
+        return _volumes(sandbox, places) if sandbox is not None else frozenset()
+
+    async def take_mounts(
+        self, local: str, places: Sequence[Path], volumes: Collection[int] = ()
+    ) -> None:
         """Remove places with what is mounted on them, and kill what uses a volume."""
         sandbox = self._sandboxes.get(local)
-        volumes = _volumes(sandbox, places) if sandbox is not None else frozenset()
-        # Once before the places go, by which volumes are known: whoever dies in between and comes
-        # again finds none. And once after, for those who have opened something meanwhile.
-        if sandbox is not None and volumes:
-            await asyncio.to_thread(_kill_users, sandbox, frozenset(), volumes)
+        volumes = {*volumes, *await self.volumes(local, places)}
         for place in places:
             # The kernel unmounts what other namespaces have mounted on a directory that is removed.
             with contextlib.suppress(FileNotFoundError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from dsec_sandboxd.kernel.interface import DeviceNode
@@ -67,8 +67,23 @@ class LendingKernel(Protocol):
         """
         ...
 
-    async def take_mounts(self, local: str, places: Sequence[Path]) -> None:
+    async def volumes(self, local: str, places: Sequence[Path]) -> frozenset[int]:
+        """Return the device numbers of the volumes that are mounted on places.
+
+        They are not to be had any more once the places are removed; so that whoever takes mounts
+        can do it again, they are to be written down before.
+        """
+        ...
+
+    async def take_mounts(
+        self, local: str, places: Sequence[Path], volumes: Collection[int] = ()
+    ) -> None:
         """Remove places with what is mounted on them, and kill what uses a volume. Idempotent.
+
+        Args:
+            local: the sandbox.
+            places: as they were lent.
+            volumes: their device numbers, of volumes whose places may be gone already.
 
         Raises:
             DsecError: ``timeout`` when a process does not die.

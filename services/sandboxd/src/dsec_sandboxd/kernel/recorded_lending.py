@@ -11,7 +11,7 @@ from dsec_common.errors import DsecError, ErrorCode
 from dsec_sandboxd.kernel.recorded_alone import RecordedAlone
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from dsec_sandboxd.kernel.interface import DeviceNode
@@ -56,8 +56,16 @@ class RecordedLending(RecordedAlone):
             raise DsecError(ErrorCode.LAYER_ERROR, f"the layer {mount.layer} is not held")
         self.lent_mounts.setdefault(local, set()).add(str(mount.place))
 
-    async def take_mounts(self, local: str, places: Sequence[Path]) -> None:
+    async def volumes(self, local: str, places: Sequence[Path]) -> frozenset[int]:
+        """Return nothing: what is remembered here has no number."""
+        await self._enter("volumes", local=local, places=places)
+        return frozenset()
+
+    async def take_mounts(
+        self, local: str, places: Sequence[Path], volumes: Collection[int] = ()
+    ) -> None:
         """Forget mounts, and remove their places."""
+        del volumes
         await self._enter("take_mounts", local=local, places=places)
         for place in places:
             with contextlib.suppress(FileNotFoundError):

@@ -34,6 +34,7 @@ from dsec_common.wire.lease import (
 )
 from dsec_common.wire.life import PauseSandbox
 from dsec_common.wire.network import (
+    EnterAgentPhase,
     InspectNetwork,
     NetworkInfo,
     NetworkMode,
@@ -145,6 +146,19 @@ async def test_a_policy_that_was_set_meanwhile_stays(world: ActionWorld) -> None
     await world.node.ask(sandbox_id, "set_network", SetNetwork(policy=later), NetworkInfo)
     await world.end(sandbox_id, action.action_id)
     assert await policy(world, sandbox_id) == later
+
+
+async def test_a_phase_for_setting_up_that_is_over_does_not_come_back_with_an_action_s_end(
+    world: ActionWorld,
+) -> None:
+    sandbox_id = await world.place(setup_network=HERE, network=THERE)
+    action = await world.begin(sandbox_id, network=THERE)
+    await world.node.ask(sandbox_id, "enter_agent_phase", EnterAgentPhase(), NetworkInfo)
+    forked = await world.node.ask(sandbox_id, "fork", ForkSandbox(count=1), SandboxForked)
+    assert forked.children[0].created is not None
+    assert await policy(world, forked.children[0].created.sandbox_id) == THERE
+    await world.end(sandbox_id, action.action_id)
+    assert await policy(world, sandbox_id) == THERE
 
 
 async def test_a_child_inherits_nothing_of_an_actions_network(world: ActionWorld) -> None:

@@ -150,6 +150,17 @@ async def test_units_are_free_after_an_end_that_no_broker_heard_of(world: Action
         await world.all_free()
 
 
+async def test_so_are_units_that_no_broker_heard_of_in_a_heartbeat_either(
+    world: ActionWorld,
+) -> None:
+    sandbox_id = await world.place()
+    action = await world.begin(sandbox_id, cu=10.0)
+    assert await world.broker.stop() == 0
+    await world.end(sandbox_id, action.action_id)
+    async with new_broker(world.node):
+        await world.all_free()
+
+
 async def test_without_a_broker_an_action_without_units_begins_and_one_with_them_does_not(
     world: ActionWorld,
 ) -> None:

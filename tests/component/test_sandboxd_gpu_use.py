@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -10,15 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from dsec_common.compute.model import CardMode, Slice
+from action_world import new_broker
+from dsec_common.compute.model import CardMode, GpuDemand, Slice
+from dsec_common.errors import DsecError
 from dsec_common.log_meters import MeterConsumer
-from dsec_common.metering import MICRO, SandboxSegment
+from dsec_common.metering import MICRO, LeaseSegment, SandboxSegment
 from dsec_common.testing.kafka import KafkaForTests
-from dsec_common.wire.sandbox import DeleteSandbox, SandboxCreated, SandboxDeleted
+from dsec_common.wire.action import ActionInfo, BeginAction, EndAction
+from dsec_common.wire.sandbox import CreateSandbox, DeleteSandbox, SandboxCreated, SandboxDeleted
 from kafka_brokers import running
 from nvml import GIB, Card, Inventory, a100, load_library
 from sandbox_process import process_in
-from sandboxd_node import NODE, NodeForTests, node_for_tests
+from sandboxd_node import BASE, NODE, NodeForTests, node_for_tests
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="sandboxes need root")
 
@@ -77,16 +81,24 @@ async def busy(node: NodeForTests, created: SandboxCreated) -> tuple[int, asynci
     return process, task
 
 
-async def used_by(kafka: KafkaForTests, *sandbox_ids: str) -> list[SandboxSegment]:
-    """Return the last segments of sandboxes."""
-    found: dict[str, SandboxSegment] = {}
+async def last_told(kafka: KafkaForTests, *ids: str) -> list[SandboxSegment | LeaseSegment]:
+    """Return the last segments of sandboxes and leases."""
+    found: dict[str, SandboxSegment | LeaseSegment] = {}
     async with MeterConsumer(kafka.config) as records, asyncio.timeout(30):
         async for record in records:
-            if isinstance(record, SandboxSegment) and record.last:
-                found[record.sandbox_id] = record
-            if found.keys() >= set(sandbox_ids):
-                return [found[sandbox_id] for sandbox_id in sandbox_ids]
+            if isinstance(record, SandboxSegment | LeaseSegment) and record.last:
+                of = record.sandbox_id if isinstance(record, SandboxSegment) else record.lease_id
+                assert of not in found
+                found[of] = record
+            if found.keys() >= set(ids):
+                return [found[one] for one in ids]
     raise AssertionError
+
+
+async def used_by(kafka: KafkaForTests, *sandbox_ids: str) -> list[SandboxSegment]:
+    """Return the last segments of sandboxes."""
+    told = await last_told(kafka, *sandbox_ids)
+    return [segment for segment in told if isinstance(segment, SandboxSegment)]
 
 
 async def told(node: NodeForTests, processes: int) -> None:
@@ -134,6 +146,37 @@ async def test_what_a_sandbox_s_process_does_on_a_card_is_in_its_record_and_no_o
     assert others.gpu_memory_byte_ms is None
     assert others.cu_used_micro_ms is None
     assert (others.gpu_memory_unknown_ms, others.cu_used_unknown_ms) == (0, 0)
+
+
+async def test_what_an_action_held_and_used_is_told_once_of_its_sandbox_and_agent(
+    node: NodeForTests, inventory: Inventory, kafka: KafkaForTests, tmp_path: Path
+) -> None:
+    broker = {"kafka_bootstrap": kafka.bootstrap_servers, "state_directory": str(tmp_path / "b")}
+    asked = BeginAction(name="train", gpu=GpuDemand(min_cu=100, max_cu=100), hold_s=0)
+    async with new_broker(node, **broker):
+        created = await node.place(CreateSandbox(base=BASE, agent="crawler"))
+        async with asyncio.timeout(20):
+            while True:  # until the broker knows of the card
+                with contextlib.suppress(DsecError):
+                    await node.ask(created.sandbox_id, "begin_action", asked, ActionInfo)
+                    break
+                await asyncio.sleep(0.05)
+        pid, task = await busy(node, created)
+        inventory.write([card(processes=f"{pid}:{GIB}", utilisation=f"{pid}:10")])
+        await told(node, 1)
+        end = EndAction(action_id=asked.message_id)
+        await node.ask(created.sandbox_id, "end_action", end, ActionInfo)
+        await delete(node, created, task)
+    used, held = await last_told(kafka, created.sandbox_id, f"{NODE}.{asked.message_id}")
+    assert isinstance(used, SandboxSegment)
+    assert isinstance(held, LeaseSegment)
+    assert (used.project, used.agent, used.lease_id) == ("default", "crawler", "")
+    assert used.cu_used_micro_ms is not None
+    assert used.gpu_memory_byte_ms is not None
+    assert 0 < used.cu_used_micro_ms <= 10 * MICRO * (used.lasted_ms + 1000)
+    assert 0 < used.gpu_memory_byte_ms <= GIB * used.lasted_ms
+    assert (held.project, held.agent, held.node) == ("default", "crawler", NODE)
+    assert (held.number, held.cu_micro) == (1, 100 * MICRO)
 
 
 async def test_a_driver_that_hangs_holds_up_no_sandbox_and_its_silence_is_told_as_unknown(

@@ -167,11 +167,12 @@ async def action_world(
 
 
 @contextlib.asynccontextmanager
-async def new_broker(node: NodeForTests) -> AsyncIterator[BrokerService]:
+async def new_broker(node: NodeForTests, **settings: Any) -> AsyncIterator[BrokerService]:
     """Yield a broker that hears of the node; it stops then, unless it did before."""
     config = BrokerConfig(
         nats_servers=(node.nats.server.url,),
         nats_credentials=str(node.nats.auth.service_credentials("broker")),
+        **settings,
     )
     broker = BrokerService(config)
     await broker.start()

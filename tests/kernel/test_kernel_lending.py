@@ -180,6 +180,23 @@ async def test_users_of_a_volume_whose_place_is_gone_are_found_by_its_number(
     assert (await holder).signal == 9
 
 
+async def test_users_of_a_volume_that_has_the_number_of_one_that_is_gone_go_on(
+    world: World,
+) -> None:
+    place = await with_place(world)
+    await world.kernel.lend_mount("a", volume(place))
+    numbers = await world.kernel.volumes("a", [place])
+    user = asyncio.create_task(
+        world.shell(
+            "cd /run/dsec/actions/data; echo >/held; while [ ! -e /done ]; do sleep 0.1; done"
+        )
+    )
+    await world.say("while [ ! -e /held ]; do sleep 0.02; done")
+    await world.kernel.take_mounts("a", [place.parent / "earlier"], numbers)
+    await world.say("touch /done")
+    assert (await user).exit_code == 0
+
+
 @pytest.mark.parametrize("trick", ["ln -s /proc /run", "mkdir -p /run/dsec/actions/data"])
 async def test_nothing_is_mounted_elsewhere_when_root_inside_has_moved_the_place(
     world: World, trick: str

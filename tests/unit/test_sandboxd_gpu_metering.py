@@ -96,6 +96,47 @@ async def test_what_another_s_processes_do_is_not_this_one_s(world: World) -> No
     assert gpu_use(await end(world, "b")) == (7 * MIB * 1000, 0, 500 * 100 * MICRO, 0)
 
 
+async def test_what_actions_have_is_measured_for_as_long_as_they_have_it_and_once(
+    world: World,
+) -> None:
+    begin(world)
+    lent: list[Slice] = []
+    world.gpus.lent = lambda local: tuple(lent) if local == "a" else ()
+
+    def change(*slices: Slice) -> None:
+        lent[:] = slices
+        world.meters.slices_changed(world.records["a"], world.clock.now())
+
+    busy = sample(process(MIB, 100))
+    await second(world, busy)
+    change(QUARTER)
+    assert world.gpus.measures_use
+    await second(world, busy)
+    change(QUARTER, QUARTER)  # of another action, on the same card
+    await second(world, busy)
+    change()
+    assert not world.gpus.measures_use
+    await second(world, busy)
+    change(QUARTER)
+    await second(world)  # and it is over before the cards are read
+    change()
+    assert gpu_use(await end(world)) == (2 * MIB * 1000, 1000, 200 * 100 * MICRO, 1000)
+
+
+async def test_an_action_s_use_goes_on_after_its_daemon_and_what_was_not_told_is_unknown(
+    world: World,
+) -> None:
+    begin(world)
+    taken_at = world.clock.now()
+    await second(world)
+    world.restart()
+    await world.meters.sandbox_adopted(world.records["a"])
+    world.gpus.lent = lambda _local: (QUARTER,)
+    world.meters.slices_changed(world.records["a"], taken_at)
+    await second(world, sample(process(MIB, 100)))
+    assert gpu_use(await end(world)) == (MIB * 1000, 1000, 100 * 100 * MICRO, 1000)
+
+
 async def test_a_process_on_a_card_that_the_sandbox_does_not_hold_is_none_of_its(
     world: World,
 ) -> None:

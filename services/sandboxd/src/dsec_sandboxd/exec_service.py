@@ -101,6 +101,7 @@ class ExecService:
             timeout_max_s=config.exec_timeout_max_s,
         )
         self._state = state
+        self._endings: set[asyncio.Task[None]] = set()
         self._admit: Admit
         self._arguments = ArgumentLists(clock)
         self._doors = ExecDoors(
@@ -173,16 +174,31 @@ class ExecService:
         """Kill the command of a message and return when it is over; one that is over is fine.
 
         That of a sandbox that stands still is killed all the same, but its PID 1 cannot say so.
+        One that starts only later, or is found only later, is killed then.
+
+        Raises:
+            DsecError: it is not known any more.
         """
+        ending = asyncio.create_task(self._end(local, message_id), name=f"end {message_id}")
+        self._endings.add(ending)
+        ending.add_done_callback(self._has_ended)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_PATIENCE_S):
-                await self.table.adopted(local)
-                await self._doors.started(local, message_id)
-                over = self._one_shots.running((local, message_id))
-                if over is not None and self.commands.cancel(local, message_id):
-                    await asyncio.wait({over})
-                elif (one := self.table.find_message(local, message_id)) is not None:
-                    await one.cancel(0.0)
+                await asyncio.shield(ending)
+
+    async def _end(self, local: str, message_id: str) -> None:
+        await self.table.adopted(local)
+        await self._doors.started(local, message_id)
+        over = self._one_shots.running((local, message_id))
+        if over is not None and self.commands.cancel(local, message_id):
+            await asyncio.wait({over})
+        elif (one := self.table.find_message(local, message_id)) is not None:
+            await one.cancel(0.0)
+
+    def _has_ended(self, ending: asyncio.Task[None]) -> None:
+        self._endings.discard(ending)
+        if not ending.cancelled():
+            ending.exception()  # nobody may wait for it any more
 
     def _unless_known(
         self, inside: Callable[[Request[ExecCommand]], Awaitable[ExecResult]]
@@ -217,6 +233,8 @@ class ExecService:
 
     def close(self, *, keep: bool) -> None:
         """Let go of everything but what the kernel holds; with ``keep``, for a later daemon."""
+        for ending in self._endings:
+            ending.cancel()
         if keep:
             self.commands.leave()
         self.table.close(keep=keep)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dsec_common.clock import Clock
-from dsec_common.compute.model import WHOLE_PERCENT
+from dsec_common.compute.model import WHOLE_PERCENT, Slice
 from dsec_common.errors import DsecError
 from dsec_common.metering import MICRO
 from dsec_sandboxd.discovery.gpus import GpuSample
@@ -82,6 +82,8 @@ class _Tally:
 class _Use:
     record: SandboxRecord
     since_ms: int
+    holds: bool = True
+    """Whether it has slices now; without them it uses nothing, and that is known."""
     memory: _Tally = field(init=False)
     cu: _Tally = field(init=False)
 
@@ -97,6 +99,8 @@ class GpuMeters:
         self._clock = clock
         self._find = find
         self._uses: dict[str, _Use] = {}
+        #: Returns the slices that actions of a sandbox have.
+        self.lent: Callable[[str], tuple[Slice, ...]] = lambda _local: ()
 
     def began(self, record: SandboxRecord, since_ms: int) -> None:
         """Add up from a moment on, in Unix milliseconds."""
@@ -109,6 +113,32 @@ class GpuMeters:
         use = self._uses.get(record.local)
         if use is not None:
             self._read(use, None, None)
+
+    def changed(self, record: SandboxRecord, since_ms: int) -> None:
+        """Go on with the slices that a sandbox has now.
+
+        Args:
+            record: of a sandbox that is metered.
+            since_ms: it has had them from then on, if it had none before. What it did up to now
+                is not known.
+        """
+        now_ms = round(self._clock.now() * 1000)
+        use = self._uses.get(record.local)
+        holds = bool(self._slices(record))
+        if use is None:
+            if not holds:
+                return
+            use = self._uses[record.local] = _Use(record, min(since_ms, now_ms))
+        for tally in (use.memory, use.cu):
+            tally.go_to(now_ms)
+            if not holds:
+                tally.level = 0
+            elif not use.holds:
+                tally.level = None
+        use.holds = holds
+
+    def _slices(self, record: SandboxRecord) -> tuple[Slice, ...]:
+        return (*record.slices, *self.lent(record.local))
 
     def used(self, local: str, to_ms: int) -> GpuUse:
         """Return what a sandbox used up to a moment since :meth:`told`."""
@@ -140,7 +170,7 @@ class GpuMeters:
     @property
     def measures_use(self) -> bool:
         """Whether there is a sandbox with slices."""
-        return bool(self._uses)
+        return any(use.holds for use in self._uses.values())
 
     def seen(self, sample: GpuSample) -> None:
         """Take a reading of all cards in."""
@@ -149,7 +179,7 @@ class GpuMeters:
                 record = self._find(use.record.project, local)
             except DsecError:
                 continue  # it is over, and that will be told
-            memory_bytes, cu_micro_ms = _use_of(record, sample)
+            memory_bytes, cu_micro_ms = _use_of(record, self._slices(record), sample)
             self._read(use, memory_bytes, cu_micro_ms)
 
     def _read(self, use: _Use, memory_bytes: int | None, cu_micro_ms: int | None) -> None:
@@ -158,12 +188,14 @@ class GpuMeters:
         use.cu.read(now_ms, None if cu_micro_ms is None else 0, cu_micro_ms or 0)
 
 
-def _use_of(record: SandboxRecord, sample: GpuSample) -> tuple[int | None, int | None]:
+def _use_of(
+    record: SandboxRecord, slices: Iterable[Slice], sample: GpuSample
+) -> tuple[int | None, int | None]:
     """Return a sandbox's bytes now and what it used since the last reading; None: nobody knows."""
     memory_bytes: int | None = 0
     cu_micro_ms: int | None = 0
     # Slices of one place are all cut from the same whole.
-    for place, cu in {it.place: it.cu * WHOLE_PERCENT / it.percent for it in record.slices}.items():
+    for place, cu in {it.place: it.cu * WHOLE_PERCENT / it.percent for it in slices}.items():
         listed = sample.processes.get(place)
         if listed is None:
             return None, None

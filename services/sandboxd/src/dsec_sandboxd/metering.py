@@ -74,7 +74,11 @@ _decoder: Final = msgspec.msgpack.Decoder(Mark)
 
 
 class Meters:
-    """The meters of all sandboxes that somebody has. Nothing here fails a request."""
+    """The meters of all sandboxes that somebody has. Nothing here fails a request.
+
+    Attributes:
+        gpus: of their GPUs.
+    """
 
     def __init__(  # noqa: PLR0917  each is another part
         self,
@@ -93,7 +97,7 @@ class Meters:
         self._database = database
         self._clock = clock
         self._interval_ms = int(interval_s * 1000)
-        self._gpus = gpus
+        self.gpus = gpus
         # In the order of their last segments: the first is due first.
         self._meters: dict[str, _Meter] = {}
 
@@ -102,14 +106,24 @@ class Meters:
         if self._writer is not None and record.local not in self._meters:
             mark = Mark(at_ms=_ms(record.created_at))
             self._meters[record.local] = _Meter(record, mark)
-            self._gpus.began(record, mark.at_ms)
+            self.gpus.began(record, mark.at_ms)
 
     async def sandbox_adopted(self, record: SandboxRecord) -> None:
         """Go on with a sandbox of an earlier daemon."""
         if self._writer is not None:
             mark = self._taken_up(record)
             self._meters[record.local] = _Meter(record, mark)
-            self._gpus.adopted(record, mark.at_ms)
+            self.gpus.adopted(record, mark.at_ms)
+
+    def slices_changed(self, record: SandboxRecord, since: float) -> None:
+        """Meter a sandbox's use of the GPUs that it has now, from a moment on.
+
+        That it had them before, if a daemon before this one knew of it, is at most since its last
+        segment: what was used before is told.
+        """
+        meter = self._meters.get(record.local)
+        if meter is not None:
+            self.gpus.changed(record, max(_ms(since), meter.mark.at_ms))
 
     def recovered(self, records: Iterable[SandboxRecord]) -> None:
         """Tell once more of sandboxes that ended shortly before the earlier daemon did.
@@ -148,7 +162,7 @@ class Meters:
             meter = _Meter(record, self._taken_up(record))
         meter.record = record
         self._tell(meter, _ms(record.ended_at), meter.last, last=True)
-        self._gpus.ended(record.local)
+        self.gpus.ended(record.local)
         if meter.mark.number > 1:
             self._forget(record.local)
 
@@ -187,7 +201,7 @@ class Meters:
             cpu_us=meter.cpu_us + max(cpu_us - mark.cpu_us, 0),
             memory_byte_ms=(mark.memory_bytes + memory_bytes) * (to_ms - mark.at_ms) // 2,
             measured=usage is not None,
-            **msgspec.structs.asdict(self._gpus.used(record.local, to_ms)),
+            **msgspec.structs.asdict(self.gpus.used(record.local, to_ms)),
         )
         message = encode_segment(segment)
         told = Mark(
@@ -200,7 +214,7 @@ class Meters:
         if not last and not self._keep(record.local, told):
             return  # a later one tells all
         meter.mark, meter.cpu_us = told, 0
-        self._gpus.told(record.local)
+        self.gpus.told(record.local)
         self._write(*message)
 
     def _write(self, topic: str, key: bytes, value: bytes) -> None:

@@ -7,7 +7,7 @@ import math
 from dsec_common.compute.model import Slice
 from dsec_common.errors import DsecError, ErrorCode, not_found
 from dsec_common.wire.action import ACTIONS_KEPT_MAX, ActionState
-from dsec_common.wire.network import NetworkPolicy
+from dsec_common.wire.network import NetworkPhase, NetworkPolicy
 from dsec_sandboxd.actions.records import ActionRecord
 
 
@@ -95,7 +95,7 @@ class ActionBook:
         return math.fsum(action.cu_wanted for action in self.open(local))
 
     def slices(self, local: str, *, but: str = "") -> tuple[Slice, ...]:
-        """Return the slices of a sandbox's open actions, but for one action's."""
+        """Return the slices that a sandbox's open actions have, but for one action's."""
         return tuple(
             slice_
             for action in self.open(local)
@@ -116,10 +116,15 @@ class ActionBook:
         """Return the open action that says what a sandbox may reach, if there is one."""
         return next((it for it in self.open(local) if it.network is not None), None)
 
-    def network_before(self, local: str) -> NetworkPolicy | None:
-        """Return what a sandbox may reach but for its actions; None when none of them says it."""
+    def network_before(self, local: str, *, in_setup: bool) -> NetworkPolicy | None:
+        """Return what a sandbox may reach but for its actions; None when none of them says it.
+
+        Nor does one that began in the phase for setting up, once that is over.
+        """
         action = self.with_network(local)
-        return None if action is None else action.network_before
+        if action is None or (action.phase_before is NetworkPhase.SETUP and not in_setup):
+            return None
+        return action.network_before
 
     # --- Leases -------------------------------------------------------------------------------
 

@@ -80,11 +80,14 @@ class Actions:
                 directories=directories,
                 gpus=maker.gpus,
                 uses=uses,
+                meters=parts.meters,
                 networks=lambda: self._networks,
             ),
             execs,
         )
         self._book = self._keeper.book
+        if parts.meters is not None:
+            parts.meters.gpus.lent = self._book.slices
         parts.store.actions.on_delete = self._book.forget
         execs.use_actions(self._keeper.admit)
         # Before the networks are told: a rollback keeps what may be reached then.
@@ -202,7 +205,7 @@ class _WithoutActions:
     """What connects sandboxes, but for what children inherit while an action says it."""
 
     def __init__(
-        self, networks: SandboxNetworks, before: Callable[[str], NetworkPolicy | None]
+        self, networks: SandboxNetworks, before: Callable[..., NetworkPolicy | None]
     ) -> None:
         self._networks = networks
         self._before = before
@@ -218,7 +221,7 @@ class _WithoutActions:
     def inherited(self, local: str) -> tuple[NetworkPolicy | None, NetworkPolicy | None]:
         """Return ``network`` and ``setup_network`` of a child that begins where a sandbox is."""
         network, setup_network = self._networks.inherited(local)
-        before = self._before(local)
+        before = self._before(local, in_setup=setup_network is not None)
         if before is None:
             return network, setup_network
         # What is in force is the action's: of the phase for setting up, if that is not over.

@@ -73,7 +73,7 @@ class ActionKeeper:
         self._clock: Clock = lenders.clock
         self._commands = commands
         self._uses = lenders.uses
-        self._resources = Resources(lenders, self.book, self._save)
+        self._resources = Resources(lenders, self.book, self._save, self._unheard)
         self._beginnings: dict[_Key, asyncio.Task[None]] = {}
         self._endings: dict[_Key, asyncio.Task[None]] = {}
         self._timers: dict[_Key, asyncio.TimerHandle] = {}
@@ -250,6 +250,11 @@ class ActionKeeper:
         if record is not None:
             self._step(action, record, "action_end")
 
+    def _unheard(self, action: ActionRecord) -> None:
+        """Have a lease be over though no broker heard of it."""
+        name = f"release {action.lease_id}"
+        self._spawn(self._resources.release_again(action), name).add_done_callback(_look_at)
+
     def _again(self, key: _Key, attempt: int) -> None:
         if key not in self._endings and self.book.get(*key).is_open:
             ending = self._endings[key] = self._spawn(self._finish(key, attempt), f"end {key}")
@@ -348,8 +353,9 @@ class ActionKeeper:
             if not action.is_open:
                 continue
             self._uses.began(action.local)
-            if action.local in living:
-                self._resources.adopt(action)
+            record = self._found(action)
+            if action.local in living and record is not None:
+                self._resources.adopt(action, record)
             if action.state is ActionState.RUNNING and action.local in living:
                 self._watch(action, max(action.expires_at - self._clock.now(), 0.0))
             elif action.state is ActionState.ENDING:

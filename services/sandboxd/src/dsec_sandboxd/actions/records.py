@@ -16,7 +16,7 @@ from dsec_common.wire.action import (
     ActionOutcome,
     ActionState,
 )
-from dsec_common.wire.network import NetworkPolicy
+from dsec_common.wire.network import NetworkPhase, NetworkPolicy
 from dsec_sandboxd.kernel.interface import DeviceNode
 from dsec_sandboxd.records import SandboxRecord
 
@@ -49,6 +49,7 @@ class ActionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         devices: what its units brought into the sandbox's ``/dev``.
         volume_numbers: device numbers of its volumes, from when they are about to be taken back.
         network_before: the policy that was in force before its own.
+        phase_before: of the network, then; none in a record of before it was kept.
     """
 
     action_id: str
@@ -75,6 +76,7 @@ class ActionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     volume_numbers: tuple[int, ...] = ()
     network: NetworkPolicy | None = None
     network_before: NetworkPolicy | None = None
+    phase_before: NetworkPhase | None = None
     acquired: tuple[Acquired, ...] = ()
     commands: tuple[str, ...] = ()
 

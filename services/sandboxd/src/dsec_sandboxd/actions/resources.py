@@ -32,6 +32,7 @@ from dsec_sandboxd.kernel.interface import DeviceNode, Kernel
 from dsec_sandboxd.kernel.lending import LentMount
 from dsec_sandboxd.layer_cache import LayerCache
 from dsec_sandboxd.layer_holds import LayerHolds
+from dsec_sandboxd.metering import Meters
 from dsec_sandboxd.network.networks import Networks
 from dsec_sandboxd.ports import Uses
 from dsec_sandboxd.records import SandboxRecord
@@ -43,6 +44,8 @@ _log: Final = structlog.get_logger(__name__)
 _LEASE_TTL_S: Final = 60.0
 _GRANT_TIMEOUT_S: Final = 5.0
 _RELEASE_TIMEOUT_S: Final = 2.0
+_RELEASE_AGAIN_S: Final = 1.0
+_RELEASES_MAX: Final = 300
 
 Save = Callable[[ActionRecord], None]
 """Keeps an action as it is now.
@@ -64,16 +67,24 @@ class Lenders:
     directories: RunDirectory
     gpus: GpuDevices
     uses: Uses
+    meters: Meters | None
     networks: Callable[[], Networks]
 
 
 class Resources:
     """Takes and returns what actions have."""
 
-    def __init__(self, lenders: Lenders, book: ActionBook, save: Save) -> None:
+    def __init__(
+        self,
+        lenders: Lenders,
+        book: ActionBook,
+        save: Save,
+        unheard: Callable[[ActionRecord], None],
+    ) -> None:
         self._lenders = lenders
         self._book = book
         self._save = save
+        self._unheard = unheard
         self._device_turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._holding: set[tuple[str, str]] = set()
 
@@ -95,10 +106,13 @@ class Resources:
             for one in asked.volumes
         )
 
-    def adopt(self, action: ActionRecord) -> None:
-        """Count the layers of an action of an earlier daemon; its mounts are there."""
+    def adopt(self, action: ActionRecord, record: SandboxRecord) -> None:
+        """Count the layers of an action of an earlier daemon, and meter its units; all is there."""
         self._lenders.holds.adopt(action.digests)
         self._holding.add((action.local, action.action_id))
+        for one in action.acquired:
+            if action.granted and one.kind is AcquiredKind.UNITS:
+                self._meter(record, one.acquired_at)
 
     # --- Taking -------------------------------------------------------------------------------
 
@@ -145,6 +159,7 @@ class Resources:
                     AcquiredKind.UNITS, granted.lease_id, lenders.clock.now(), granted.cu
                 )
                 self._save(action)
+            self._meter(record, lenders.clock.now())
             await lenders.kernel.lend_devices(action.local, action.devices)
             await self._lend_pipes(action, record)
         return action
@@ -192,8 +207,10 @@ class Resources:
     async def _take_network(self, action: ActionRecord, record: SandboxRecord) -> ActionRecord:
         policy, networks = action.network, self._lenders.networks()
         assert policy is not None  # noqa: S101  who calls has looked
-        before = (await networks.info(record)).policy
-        action = msgspec.structs.replace(action, network_before=before)
+        before = await networks.info(record)
+        action = msgspec.structs.replace(
+            action, network_before=before.policy, phase_before=before.phase
+        )
         now = self._lenders.clock.now()
         action = action.with_acquired(AcquiredKind.NETWORK, policy.mode.value, now)
         self._save(action)
@@ -229,10 +246,14 @@ class Resources:
         return action
 
     async def _give_network_back(self, action: ActionRecord, record: SandboxRecord) -> None:
-        """Have what the sandbox might reach before; what was set since by anybody else stays."""
+        """Have what the sandbox might reach before; what was set since by anybody else stays.
+
+        A phase that is over does not come back.
+        """
         networks = self._lenders.networks()
         assert action.network_before is not None  # noqa: S101  who calls has looked
-        if (await networks.info(record)).policy == action.network:
+        now = await networks.info(record)
+        if now.policy == action.network and now.phase == (action.phase_before or now.phase):
             await networks.set_policy(record, action.network_before)
 
     async def _give_volumes_back(self, action: ActionRecord) -> ActionRecord:
@@ -263,16 +284,38 @@ class Resources:
             # No heartbeat names it from here on, so it ends even when nobody hears what follows.
             action = msgspec.structs.replace(action, granted=False)
             self._save(action)
+            if record is not None:
+                self._meter(record, lenders.clock.now())
         try:
-            await lenders.bus.request(
-                subjects.node_lease(lenders.node, "release"),
-                ReleaseLease(lease_id=action.lease_id),
-                LeaseReleased,
-                timeout_s=_RELEASE_TIMEOUT_S,
-            )
+            await self._release(action.lease_id)
         except DsecError as error:
             _log.warning("lease_not_released", lease=action.lease_id, error=str(error))
+            self._unheard(action)
         return action
+
+    async def _release(self, lease_id: str) -> None:
+        lenders = self._lenders
+        await lenders.bus.request(
+            subjects.node_lease(lenders.node, "release"),
+            ReleaseLease(lease_id=lease_id),
+            LeaseReleased,
+            timeout_s=_RELEASE_TIMEOUT_S,
+        )
+
+    async def release_again(self, action: ActionRecord) -> None:
+        """Say until a broker has heard it that an action's lease is over.
+
+        One that a heartbeat has named is over anyway when none does. One that none has named would
+        stay for as long as a broker waits for the first to do so, and after that it is over, too.
+        """
+        for _ in range(_RELEASES_MAX):
+            await self._lenders.clock.sleep(_RELEASE_AGAIN_S)
+            now = self._book.find(action.local, action.action_id)
+            if now is not None and now.is_open:
+                return  # it has been begun anew, and has the same lease
+            with contextlib.suppress(DsecError):
+                await self._release(action.lease_id)
+                return
 
     async def _take_devices(self, action: ActionRecord, record: SandboxRecord) -> None:
         lenders, held = self._lenders, self._others(action, record)
@@ -296,6 +339,10 @@ class Resources:
     def _others(self, action: ActionRecord, record: SandboxRecord) -> tuple[Slice, ...]:
         """Return the slices that the sandbox has but for an action's."""
         return (*record.slices, *self._book.slices(action.local, but=action.action_id))
+
+    def _meter(self, record: SandboxRecord, since: float) -> None:
+        if self._lenders.meters is not None:
+            self._lenders.meters.slices_changed(record, since)
 
     def forget(self, local: str) -> None:
         """Forget a sandbox that is over."""

@@ -18,7 +18,7 @@ from dsec_sandboxd.kernel.protocol import SETTING_PATH, Lending, SpawnerKind, Sp
 from dsec_sandboxd.kernel.specification import device_texts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from dsec_sandboxd.kernel.interface import DeviceNode
@@ -104,7 +104,8 @@ class Lender(KernelPart):
             with contextlib.suppress(FileNotFoundError):
                 place.rmdir()
         if sandbox is not None and volumes:
-            await _end_users(sandbox, frozenset(), volumes)
+            # A number that is to be seen now is another's by now: its volume is gone, and free.
+            await _end_users(sandbox, frozenset(), volumes - _mounted(sandbox))
 
 
 def _kind_of(mount: LentMount) -> Lending:
@@ -125,7 +126,14 @@ def _volumes(sandbox: Sandbox, places: Sequence[Path]) -> frozenset[int]:
 
     A place is recognised by its last two names: its root may have moved what is above them.
     """
-    ends = {f"/{place.parent.name}/{place.name}" for place in places}
+    ends = tuple(f"/{place.parent.name}/{place.name}" for place in places)
+    return _mounted(sandbox, lambda path, source: source == _VOLUME and path.endswith(ends))
+
+
+def _mounted(
+    sandbox: Sandbox, is_meant: Callable[[str, str], bool] = lambda _path, _source: True
+) -> frozenset[int]:
+    """Return the device numbers of what is mounted in a sandbox, by path and source."""
     try:
         table = _read(f"/proc/{_first_process(sandbox)}/mountinfo")
     except (OSError, ValueError):  # it is dead, and so is everything in it
@@ -134,7 +142,7 @@ def _volumes(sandbox: Sandbox, places: Sequence[Path]) -> frozenset[int]:
     # The kernel escapes no other white space than these two, and names are root's inside to choose.
     for line in table.removesuffix("\n").split("\n"):
         words = line.split(" ")
-        if words[-2] == _VOLUME and any(words[4].endswith(end) for end in ends):
+        if is_meant(words[4], words[-2]):
             major, minor = words[2].split(":")
             found.add(os.makedev(int(major), int(minor)))
     return frozenset(found)

@@ -27,8 +27,8 @@ from dsec_common.wire.agent import (
     shard_of,
 )
 from dsec_scheduler.agents.packages import BUCKET, Packages
-from dsec_scheduler.agents.records import ShardRecord
-from dsec_scheduler.agents.registry import INSTANCES_BUCKET, Registry
+from dsec_scheduler.agents.records import ContractRecord, ShardRecord
+from dsec_scheduler.agents.registry import AGENTS_BUCKET, INSTANCES_BUCKET, Registry
 from registry_world import RegistryWorld, registry_world
 
 
@@ -150,6 +150,52 @@ async def test_what_was_uploaded_long_ago_and_never_registered_makes_room() -> N
         await clock.advance(2 * 3600)
         await packages.keep("default", new, registered)
         assert await bucket.names() == [f"default/{64 * it}/0" for it in "ac"]
+
+
+async def test_a_project_has_so_many_agents_and_those_it_has_take_versions_all_the_same() -> None:
+    async with registry_world(agents_project_max=2) as world:
+        for name in ("one", "two"):
+            await world.agents.register(name, "1")
+        with pytest.raises(DsecError, match=r"agents_project_max\); remove agents") as caught:
+            await world.agents.register("three", "1", contract={"capabilities": []})
+        assert caught.value.code is ErrorCode.EXHAUSTED
+        assert await _kept_contracts(world) == set()
+        await world.agents.register("one", "1")
+        await world.agents.register("one", "2")
+        await world.others.register("three", "1")
+        await world.agents.remove("two")
+        await world.agents.register("three", "1")
+        with pytest.raises(DsecError, match="agents_project_max"):
+            await world.agents.register("two", "1")
+        assert [one.name for one in await world.agents.list()] == ["one", "three"]
+
+
+async def test_a_registration_that_is_refused_keeps_no_contract(world: RegistryWorld) -> None:
+    contract = {"name": "bot", "capabilities": [{"tool": "calculator"}]}
+    await world.agents.register("bot", "1", contract=contract)
+    kept = await _kept_contracts(world)
+    assert len(kept) == 1
+    for number in range(3):
+        with pytest.raises(DsecError, match="something else") as caught:
+            await world.agents.register(
+                "bot", "1", contract={**contract, "description": f"number {number}"}
+            )
+        assert caught.value.code is ErrorCode.CONFLICT
+    assert await _kept_contracts(world) == kept
+    await world.agents.register("bot", "1", contract=contract)
+    await world.agents.register("bot", "2", contract={**contract, "description": "another"})
+    assert len(await _kept_contracts(world)) == 2
+    described = {
+        one.version: one.contract.get("description")
+        for one in (await world.agents.inspect("bot")).versions
+    }
+    assert described == {"1": None, "2": "another"}
+
+
+async def _kept_contracts(world: RegistryWorld) -> set[str]:
+    async with world.plane.nats.service("scheduler") as bus:
+        bucket = await bus.kv(AGENTS_BUCKET, ContractRecord)
+        return set(await bucket.keys("*.*.*"))
 
 
 async def test_active_means_the_active_version_wherever_a_version_is_named(

@@ -44,7 +44,7 @@ class World:
         self.client = client
         self.schedulers: list[SchedulerService] = []
 
-    async def scheduler(self) -> SchedulerService:
+    async def scheduler(self, **settings: Any) -> SchedulerService:
         """Return one more scheduler."""
         bus = self.node.nats.service_config("scheduler")
         scheduler = SchedulerService(
@@ -53,6 +53,7 @@ class World:
                 nats_credentials=bus.credentials_path,
                 node_timeout_s=5.0,
                 warm_up_s=0.5,
+                **settings,
             )
         )
         await scheduler.start()
@@ -67,11 +68,11 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def _world(node: NodeForTests) -> AsyncIterator[World]:
+async def _world(node: NodeForTests, **settings: Any) -> AsyncIterator[World]:
     credentials = str(node.nats.auth.project("default"))
     async with DSecClient([node.nats.server.url], credentials) as client:
         world = World(node, client)
-        await world.scheduler()
+        await world.scheduler(**settings)
         try:
             await world.agent("double", "read x; echo $((x * 2))")
             await world.agent(
@@ -262,6 +263,77 @@ async def test_dags_are_listed_by_name_a_page_at_a_time(
     ]
 
 
+async def test_a_dag_that_is_removed_is_gone_and_its_runs_go_on(world: World) -> None:
+    slow = DagStep(agent="double", inputs={"*": "$"}, command=shell("sleep 2; echo 5"))
+    await world.client.dags.register(diamond(first=slow))
+    for run_id in ("known", "other"):
+        await world.client.dags.run("diamond", 3, run_id=run_id)
+    await world.client.dags.remove("diamond")
+    assert (await world.client.dags.inspect("known")).state is RunState.RUNNING
+    assert await world.client.dags.list() == []
+    for ask in (
+        world.client.dags.remove("diamond"),
+        world.client.dags.run("diamond", 3),
+        world.client.dags.run("diamond", 3, run_id="new"),
+    ):
+        with pytest.raises(DsecError, match="no DAG 'diamond'") as caught:
+            await ask
+        assert caught.value.code is ErrorCode.NOT_FOUND
+    # Who lost the answer to what began it asks again.
+    assert (await world.client.dags.run("diamond", 3, run_id="known")).run_id == "known"
+    for name, value, told in (("diamond", 4, "another input"), ("another", 3, "the DAG diamond")):
+        with pytest.raises(DsecError, match=told) as taken:
+            await world.client.dags.run(name, value, run_id="known")
+        assert taken.value.code is ErrorCode.CONFLICT
+    for run_id in ("known", "other"):
+        over = await world.client.dags.wait(run_id, timeout_s=60)
+        assert (over.state, over.name, over.steps["sum"].output) == (RunState.DONE, "diamond", 20)
+    assert (await world.client.dags.resume("known")).state is RunState.DONE
+    await world.client.dags.register(diamond())
+    assert [one.name for one in await world.client.dags.list()] == ["diamond"]
+
+
+async def test_a_removal_whose_answer_was_lost_is_done_when_it_is_asked_for_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.client.dags.register(diamond())
+    dags = world.client.dags
+    ask = dags._ask
+
+    async def twice(verb: str, message: Any, reply_type: Any) -> Any:
+        if verb == "remove":
+            await ask(verb, message, reply_type)
+        return await ask(verb, message, reply_type)
+
+    monkeypatch.setattr(dags, "_ask", twice)
+    await dags.remove("diamond")
+    with pytest.raises(DsecError) as caught:
+        await dags.remove("diamond")
+    assert caught.value.code is ErrorCode.NOT_FOUND
+
+
+async def test_a_project_has_so_many_dags_and_those_it_has_change_all_the_same(
+    tmp_path: Path, layers: Path
+) -> None:
+    def named(name: str, text: str = "") -> DagSpec:
+        return msgspec.structs.replace(diamond(), name=name, description=text)
+
+    async with (
+        node_for_tests(tmp_path, layers) as node,
+        _world(node, dags_project_max=2) as world,
+    ):
+        for name in ("one", "two"):
+            await world.client.dags.register(named(name))
+        with pytest.raises(DsecError, match=r"dags_project_max\); remove DAGs") as caught:
+            await world.client.dags.register(named("three"))
+        assert caught.value.code is ErrorCode.EXHAUSTED
+        await world.client.dags.register(named("two", "changed"))
+        assert [one.description for one in await world.client.dags.list()] == ["", "changed"]
+        await world.client.dags.remove("one")
+        await world.client.dags.register(named("three"))
+        assert [one.name for one in await world.client.dags.list()] == ["three", "two"]
+
+
 async def test_a_project_sees_only_its_own_runs(world: World) -> None:
     await world.client.dags.register(diamond())
     await world.client.dags.run("diamond", 3, run_id="r4")
@@ -271,11 +343,13 @@ async def test_a_project_sees_only_its_own_runs(world: World) -> None:
             other.dags.inspect("r4"),
             other.dags.resume("r4"),
             other.dags.run("diamond", 3),
+            other.dags.remove("diamond"),
         ):
             with pytest.raises(DsecError) as caught:
                 await ask
             assert caught.value.code is ErrorCode.NOT_FOUND
         assert await other.dags.list() == []
+    assert [one.name for one in await world.client.dags.list()] == ["diamond"]
     await world.client.dags.wait("r4", timeout_s=60)
 
 

@@ -100,7 +100,8 @@ class Agents:
 
         Raises:
             DsecError: ``invalid``; ``conflict`` when the version is registered with something else;
-                ``unsupported`` for a policy that nothing enforces.
+                ``unsupported`` for a policy that nothing enforces; ``exhausted`` when the project
+                has as many agents as it may, or the agent as many versions.
         """
         if isinstance(permissions, str) or isinstance(toolkits, str):
             raise invalid("permissions and toolkits are lists, not one text")

@@ -19,12 +19,14 @@ from dsec_common.wire.base import Message, new_id
 from dsec_common.wire.dag import (
     DagInfo,
     DagList,
+    DagRemoved,
     DagRun,
     DagSpec,
     DagSummary,
     InspectDagRun,
     ListDags,
     RegisterDag,
+    RemoveDag,
     ResumeDagRun,
     RunDag,
     RunState,
@@ -48,7 +50,8 @@ class Dags:
 
         Raises:
             DsecError: ``invalid``, naming the step: a cycle, a missing schema, types that do not
-                fit; ``not_found`` for an agent or a version.
+                fit; ``not_found`` for an agent or a version; ``exhausted`` when the project has as
+                many DAGs as it may.
         """
         return await self._ask("register", RegisterDag(spec=dag_spec(spec)), DagInfo)
 
@@ -61,6 +64,20 @@ class Dags:
             found += page.dags
             if not page.more or not page.dags:
                 return found
+
+    async def remove(self, name: str) -> None:
+        """Remove a DAG; runs of it go on as they began, and are kept.
+
+        Raises:
+            DsecError: ``not_found``.
+        """
+        there = any(one.name == name for one in await self.list())
+        try:
+            await self._ask("remove", RemoveDag(name=name), DagRemoved)
+        except DsecError as error:
+            # It was there: the answer to this very request may have been lost before.
+            if error.code is not ErrorCode.NOT_FOUND or not there:
+                raise
 
     async def run(self, name: str, value: Any = None, *, run_id: str = "") -> DagRun:
         """Begin a run; it goes on whoever waits for it.

@@ -137,7 +137,7 @@ AGENT_VERBS: Final = (
     "dependencies",
     "synchronise",
 )
-DAG_VERBS: Final = ("register", "list", "run", "inspect", "resume")
+DAG_VERBS: Final = ("register", "list", "remove", "run", "inspect", "resume")
 SNAPSHOT_VERBS: Final = ("list", "inspect", "delete", "pack")
 KEPT_VERBS: Final = ("put_state", "get_state", "checkpoint", "checkpoints", "rollback", "branch")
 ROLLOUT_VERBS: Final = ("next", "feedback", "stream", "inspect", "close", *KEPT_VERBS)

@@ -47,6 +47,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         clock_tolerance_s: how far the clocks of an agent and of what it depends on may be apart.
         agent_packages_max_bytes: what packages of agents may take of it.
         agent_packages_project_max_bytes: what those of one project may.
+        agents_project_max: agents that one project may have.
+        dags_project_max: DAGs that one project may have.
         replicas: how many NATS servers keep keys, queue and events.
         quotas: how projects share Compute Units; see
             :class:`~dsec_scheduler.fair_share.Quota`.
@@ -91,6 +93,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     clock_tolerance_s: float = CLOCK_TOLERANCE_MS / 1000
     agent_packages_max_bytes: int = 2 << 30
     agent_packages_project_max_bytes: int = 512 << 20
+    agents_project_max: int = 1000
+    dags_project_max: int = 1000
     replicas: int = 1
     quotas: tuple[Quota, ...] = ()
     realtime_share: float = 0.1
@@ -137,6 +141,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             "dag_runs_max_bytes",
             "agent_packages_max_bytes",
             "agent_packages_project_max_bytes",
+            "agents_project_max",
+            "dags_project_max",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

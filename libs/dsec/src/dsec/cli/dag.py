@@ -1,4 +1,4 @@
-"""``dsec dag``: register, list, run, inspect, resume."""
+"""``dsec dag``: register, list, remove, run, inspect, resume."""
 
 from __future__ import annotations
 
@@ -83,6 +83,25 @@ def list_dags(*, json_output: Json = False) -> None:
             ((one.name, str(one.steps), one.description or "-") for one in found),
             empty="no DAG is registered",
         )
+
+    run(work, json=json_output)
+
+
+@app.command()
+def remove(
+    name: Annotated[str, typer.Argument(help="The DAG.")], *, json_output: Json = False
+) -> None:
+    """Remove a DAG; its runs go on, and are kept."""
+
+    async def work(output: Output) -> None:
+        from dsec.cli.connect import client  # noqa: PLC0415  --help stays quick
+
+        async with client() as dsec:
+            await dsec.dags.remove(name)
+        if output.json:
+            output.document({"name": name})
+        else:
+            output.text(f"{name}: removed")
 
     run(work, json=json_output)
 

@@ -113,6 +113,18 @@ class DagList(Message, frozen=True, kw_only=True):
     more: bool = False
 
 
+class RemoveDag(Message, frozen=True, kw_only=True):
+    """Remove a DAG; runs of it go on as they began, and are kept."""
+
+    name: str
+
+
+class DagRemoved(Message, frozen=True, kw_only=True):
+    """The DAG is gone."""
+
+    name: str
+
+
 class RunDag(Message, frozen=True, kw_only=True):
     """Begin a run. The same ``run_id`` again is the same run; empty lets the platform choose."""
 

@@ -44,7 +44,7 @@ from dsec_scheduler.agents import changes, shards
 from dsec_scheduler.agents.governor import Governor
 from dsec_scheduler.agents.packages import Packages
 from dsec_scheduler.agents.records import AgentRecord, RolloutRecord, ShardRecord
-from dsec_scheduler.agents.registry import Registry
+from dsec_scheduler.agents.registry import Registry, written
 from dsec_scheduler.config import SchedulerConfig
 
 _PAGE_MAX: Final = 1000
@@ -92,7 +92,8 @@ class AgentDoor:
         Raises:
             DsecError: ``invalid``, for its contract with every problem of that; ``unsupported`` for
                 its policy; ``conflict`` when it is registered with something else; ``not_found``
-                for a package that was not uploaded.
+                for a package that was not uploaded; ``exhausted`` for too many versions, or agents
+                of the project. What is refused keeps nothing.
         """
         project = asked.project
         validate_name(asked.message.name)
@@ -100,15 +101,31 @@ class AgentDoor:
         request, terms = await asyncio.to_thread(changes.as_contracted, asked.message)
         if request.package_sha256:
             await self._packages.check(project, request.package_sha256, request.package_bytes)
-        contract = await self._registry.keep_contract(project, request.name, request.contract)
-        record = await self._registry.change(
-            project,
-            request.name,
-            lambda before: changes.registered(
-                before, project, request, contract, self._clock.now(), terms=terms
-            ),
-        )
+        contract = written(request.contract)
+
+        def change(before: AgentRecord | None) -> AgentRecord:
+            now = self._clock.now()
+            return changes.registered(before, project, request, contract.sha256, now, terms=terms)
+
+        known = await self._registry.find(project, request.name)
+        change(known)
+        if known is None:
+            await self._check_room(project)
+        # Before the version that names it, and after all that it may be refused for.
+        await self._registry.keep_contract(project, request.name, contract)
+        record = await self._registry.change(project, request.name, change)
         return _info(record, request.message_id, self._clock.now())
+
+    async def _check_room(self, project: str) -> None:
+        most = self._config.agents_project_max
+        if len(await self._registry.of_project(project)) >= most:
+            raise DsecError(
+                ErrorCode.EXHAUSTED,
+                f"the project {project} has {most} agents, which is the most "
+                "(agents_project_max); remove agents that nothing uses",
+                retryable=False,
+                details={"limit": most},
+            )
 
     async def list_agents(self, asked: Request[ListAgents]) -> AgentList:
         """Return a page of the project's agents, by name.

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -36,6 +36,30 @@ _RETRY_S: Final = 2.0
 DocumentT = TypeVar("DocumentT", bound=Message)
 
 ShardChange = Callable[[ShardRecord], ShardRecord | None]
+
+
+class WrittenContract(NamedTuple):
+    """A contract as it is kept, and its hash; an empty one has none."""
+
+    sha256: str
+    body: bytes
+
+
+def written(contract: Mapping[str, Any]) -> WrittenContract:
+    """Return a contract as it is kept.
+
+    Raises:
+        DsecError: ``invalid`` when it is too large.
+    """
+    if not contract:
+        return WrittenContract("", b"")
+    body = msgspec.json.encode(contract, order="deterministic")
+    if len(body) > CONTRACT_MAX_BYTES:
+        raise invalid(
+            f"the contract has {len(body)} bytes: at most {CONTRACT_MAX_BYTES} are taken",
+            field="contract",
+        )
+    return WrittenContract(hashlib.sha256(body).hexdigest(), body)
 
 
 class Registry:
@@ -132,6 +156,15 @@ class Registry:
             raise changes.no_agent(name)
         return record
 
+    async def find(self, project: str, name: str) -> AgentRecord | None:
+        """Return an agent as it is now, or None."""
+        try:
+            return await self.read(project, name)
+        except DsecError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            return None
+
     async def of_project(self, project: str) -> list[AgentRecord]:
         """Return the project's agents as they are now, by name."""
         entries = await self._agents.entries(f"{project}.*")
@@ -152,23 +185,11 @@ class Registry:
         self._learn(f"{project}.{name}", changed)
         return changed
 
-    async def keep_contract(self, project: str, name: str, contract: Mapping[str, Any]) -> str:
-        """Keep a contract beside its agent and return its hash; an empty one has none.
-
-        Raises:
-            DsecError: ``invalid`` when it is too large.
-        """
-        if not contract:
-            return ""
-        body = msgspec.json.encode(contract, order="deterministic")
-        if len(body) > CONTRACT_MAX_BYTES:
-            raise invalid(
-                f"the contract has {len(body)} bytes: at most {CONTRACT_MAX_BYTES} are taken",
-                field="contract",
-            )
-        digest = hashlib.sha256(body).hexdigest()
-        await self._contracts.put(f"{project}.{name}.{digest}", ContractRecord(contract=body))
-        return digest
+    async def keep_contract(self, project: str, name: str, contract: WrittenContract) -> None:
+        """Keep a contract beside its agent; an empty one is not kept."""
+        if contract.sha256:
+            key = f"{project}.{name}.{contract.sha256}"
+            await self._contracts.put(key, ContractRecord(contract=contract.body))
 
     async def contract(self, project: str, name: str, digest: str) -> dict[str, Any]:
         """Return a contract; an empty one when there is none."""

@@ -14,6 +14,7 @@ from dsec_common.wire.base import encode, new_id
 from dsec_common.wire.dag import (
     DagInfo,
     DagList,
+    DagRemoved,
     DagRun,
     DagSpec,
     DagStepRun,
@@ -21,6 +22,7 @@ from dsec_common.wire.dag import (
     InspectDagRun,
     ListDags,
     RegisterDag,
+    RemoveDag,
     ResumeDagRun,
     RunDag,
     StepState,
@@ -43,8 +45,14 @@ class DagDoor:
     """Answers what projects ask about their DAGs."""
 
     def __init__(
-        self, store: DagStore, registry: Registry, converters: Converters, runner: DagRunner
+        self,
+        store: DagStore,
+        registry: Registry,
+        converters: Converters,
+        runner: DagRunner,
+        project_max: int,
     ) -> None:
+        self._project_max = project_max
         self._store = store
         self._registry = registry
         self._converters = converters
@@ -55,10 +63,12 @@ class DagDoor:
 
         Raises:
             DsecError: ``invalid`` for a cycle, a missing schema, types that do not fit;
-                ``not_found`` for an agent or a version.
+                ``not_found`` for an agent or a version; ``exhausted`` for too many DAGs of the
+                project.
         """
         spec = asked.message.spec
         planned = await self._planned(asked.project, spec)
+        await self._check_room(asked.project, spec.name)
         await self._store.keep(asked.project, spec)
         return DagInfo(
             cause_id=asked.message.message_id,
@@ -66,6 +76,28 @@ class DagDoor:
             order=tuple(planned.steps),
             conversions=planned.conversions,
         )
+
+    async def _check_room(self, project: str, name: str) -> None:
+        if await self._store.find(project, name) is not None:
+            return
+        if len(await self._store.dags(project)) >= self._project_max:
+            raise DsecError(
+                ErrorCode.EXHAUSTED,
+                f"the project {project} has {self._project_max} DAGs, which is the most "
+                "(dags_project_max); remove DAGs that nobody runs",
+                retryable=False,
+                details={"limit": self._project_max},
+            )
+
+    async def remove(self, asked: Request[RemoveDag]) -> DagRemoved:
+        """Remove a DAG; runs of it go on by the plans that they began with, and are kept.
+
+        Raises:
+            DsecError: ``not_found``.
+        """
+        name = asked.message.name
+        await self._store.remove(asked.project, name)
+        return DagRemoved(cause_id=asked.message.message_id, name=name)
 
     async def list_dags(self, asked: Request[ListDags]) -> DagList:
         """Return a page of the project's DAGs."""
@@ -90,16 +122,32 @@ class DagDoor:
         """
         request, project = asked.message, asked.project
         run_id = validate_local(request.run_id or new_id())
-        planned = await self._planned(project, await self._store.dag(project, request.name))
-        what = f"the input of {request.name}"
-        await asyncio.to_thread(schemas.check_value, request.input, planned.input, what)
-        run = await self._store.begin(project, runs.begun(run_id, planned), request.input)
+        try:
+            spec = await self._store.dag(project, request.name)
+        except DsecError as missing:
+            # One that has begun is the same run whatever became of its DAG.
+            run = await self._begun(project, run_id, request.input, missing)
+        else:
+            planned = await self._planned(project, spec)
+            what = f"the input of {request.name}"
+            await asyncio.to_thread(schemas.check_value, request.input, planned.input, what)
+            run = await self._store.begin(project, runs.begun(run_id, planned), request.input)
         if run.plan.name != request.name:
             raise DsecError(
                 ErrorCode.CONFLICT, f"the run {run_id} is one of the DAG {run.plan.name}"
             )
         self._runner.start(project, run_id)
         return await self._told(project, run, [])
+
+    async def _begun(
+        self, project: str, run_id: str, value: Any, otherwise: DsecError
+    ) -> RunRecord:
+        if otherwise.code is not ErrorCode.NOT_FOUND:
+            raise otherwise
+        try:
+            return await self._store.begun(project, run_id, value)
+        except DsecError as error:
+            raise (otherwise if error.code is ErrorCode.NOT_FOUND else error) from None
 
     async def inspect(self, asked: Request[InspectDagRun]) -> DagRun:
         """Return how far a run is, and what its steps gave.

@@ -8,7 +8,14 @@ from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.clock import Clock
 from dsec_common.wire.base import new_id
-from dsec_common.wire.dag import InspectDagRun, ListDags, RegisterDag, ResumeDagRun, RunDag
+from dsec_common.wire.dag import (
+    InspectDagRun,
+    ListDags,
+    RegisterDag,
+    RemoveDag,
+    ResumeDagRun,
+    RunDag,
+)
 from dsec_scheduler.agents.registry import Registry
 from dsec_scheduler.config import SchedulerConfig
 from dsec_scheduler.creation import Creation
@@ -51,7 +58,8 @@ class DagPart:
             owner=new_id(),
             clock_tolerance_ms=round(config.clock_tolerance_s * 1000),
         )
-        return cls(bus, DagDoor(store, registry, converters, runner), runner)
+        door = DagDoor(store, registry, converters, runner, config.dags_project_max)
+        return cls(bus, door, runner)
 
     async def serve(self, queue: str) -> None:
         """Open the doors."""
@@ -62,6 +70,7 @@ class DagPart:
 
         await bus.serve(verb("register"), RegisterDag, door.register, queue=queue)
         await bus.serve(verb("list"), ListDags, door.list_dags, queue=queue)
+        await bus.serve(verb("remove"), RemoveDag, door.remove, queue=queue)
         await bus.serve(verb("run"), RunDag, door.run, queue=queue)
         await bus.serve(verb("inspect"), InspectDagRun, door.inspect, queue=queue)
         await bus.serve(verb("resume"), ResumeDagRun, door.resume, queue=queue)

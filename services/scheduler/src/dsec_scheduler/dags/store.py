@@ -89,6 +89,15 @@ class DagStore:
         """Keep a DAG in place of any of the same name."""
         await self._dags.put(f"{project}.{spec.name}", DagRecord(spec=spec))
 
+    async def remove(self, project: str, name: str) -> None:
+        """Remove a DAG; its runs stay.
+
+        Raises:
+            DsecError: ``not_found``.
+        """
+        await self.dag(project, name)
+        await self._dags.delete(f"{project}.{name}")
+
     async def dag(self, project: str, name: str) -> DagSpec:
         """Return a DAG.
 
@@ -97,6 +106,15 @@ class DagStore:
         """
         record = await _found(self._dags, f"{project}.{name}", f"DAG {name[:64]!r}")
         return record.spec
+
+    async def find(self, project: str, name: str) -> DagSpec | None:
+        """Return a DAG, or None."""
+        try:
+            return await self.dag(project, name)
+        except DsecError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            return None
 
     async def dags(self, project: str) -> list[DagSpec]:
         """Return a project's DAGs in the order of their names."""
@@ -129,11 +147,7 @@ class DagStore:
         except DsecError as error:
             if error.code is not ErrorCode.CONFLICT:
                 raise
-            if await self.value(project, run.run_id, "") != value:
-                raise DsecError(
-                    ErrorCode.CONFLICT,
-                    f"the run {run.run_id} has another input: choose another id, or leave it out",
-                ) from None
+            await self._check_input(project, run.run_id, value)
             try:
                 return await self.run(project, run.run_id)
             except DsecError as missing:
@@ -141,6 +155,23 @@ class DagStore:
                     raise
                 await self.runs.create(key, run)  # its input was kept and no more
         return run
+
+    async def begun(self, project: str, run_id: str, value: Any) -> RunRecord:
+        """Return a run that was begun with this input.
+
+        Raises:
+            DsecError: ``not_found``; ``conflict`` when it has another input.
+        """
+        run = await self.run(project, run_id)
+        await self._check_input(project, run_id, value)
+        return run
+
+    async def _check_input(self, project: str, run_id: str, value: Any) -> None:
+        if await self.value(project, run_id, "") != value:
+            raise DsecError(
+                ErrorCode.CONFLICT,
+                f"the run {run_id} has another input: choose another id, or leave it out",
+            )
 
     async def resume(self, project: str, run_id: str) -> RunRecord:
         """Return a run with what failed in it waiting again.

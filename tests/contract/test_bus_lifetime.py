@@ -62,6 +62,9 @@ async def test_a_flush_that_was_given_up_does_not_end_the_hearing(running: NatsF
         await service.serve(ANY_LIST, Question, echo)
         await service.flush()
         os.kill(running.server.pid, signal.SIGSTOP)
+        # Until all of its threads stand still one of them may answer.
+        stopped = os.WSTOPPED | os.WNOWAIT
+        await asyncio.to_thread(os.waitid, os.P_PID, running.server.pid, stopped)
         try:
             with pytest.raises(DsecError, match="flush") as caught:
                 await service.flush(timeout_s=0.05)
@@ -162,6 +165,40 @@ async def test_credentials_of_another_operator_are_denied(running: NatsForTests)
         with pytest.raises(DsecError) as caught:
             await Bus.connect(config)
     assert caught.value.code is ErrorCode.DENIED
+
+
+async def test_a_server_that_wants_credentials_says_so_to_who_has_none(
+    running: NatsForTests,
+) -> None:
+    config = BusConfig(servers=(running.server.url,), connect_timeout_s=1.0)
+    with pytest.raises(DsecError, match="without credentials") as caught:
+        await Bus.connect(config)
+    assert caught.value.code is ErrorCode.DENIED
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "host:port",
+        "nats://",
+        "nats://host:99999",
+        "nats://a b",
+        "http://host:80",
+        "nats://[::1",
+        "",
+    ],
+)
+async def test_what_is_no_address_is_refused_at_once(address: str) -> None:
+    servers = ("nats://127.0.0.1:4222", address)
+    with pytest.raises(DsecError, match="no address of a NATS server") as caught:
+        await Bus.connect(BusConfig(servers=servers, connect_timeout_s=0))
+    assert caught.value.code is ErrorCode.INVALID
+
+
+async def test_no_address_at_all_is_refused_at_once() -> None:
+    with pytest.raises(DsecError, match="no address of a NATS server") as caught:
+        await Bus.connect(BusConfig(servers=(), connect_timeout_s=0))
+    assert caught.value.code is ErrorCode.INVALID
 
 
 async def test_a_cancelled_wait_for_an_absent_server_leaves_nothing(running: NatsForTests) -> None:

@@ -111,7 +111,9 @@ class Rollout(Checkpointed):
         no report is missed and none comes twice.
 
         Args:
-            after_seq: the last report that the caller has dealt with.
+            after_seq: the last report that the caller has dealt with: after a rollback its
+                ``last_seq``, in a trainer that was started again what :meth:`inspect` tells as
+                ``answered_seq``. With 0 reports that have feedback come again.
             wait_s: how long one request to Chronus waits.
             patience_s: how long Chronus may be unreachable before the error is raised.
         """

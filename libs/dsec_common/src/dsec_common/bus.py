@@ -96,7 +96,7 @@ class Bus:
         Raises:
             DsecError: ``unavailable`` when no server answered within ``connect_timeout_s``,
                 ``denied`` when one refused the credentials all that time, ``invalid`` when the
-                credentials file cannot be read.
+                credentials file cannot be read or an address is none.
         """
         connection = Connection(config)
         await connection.open()

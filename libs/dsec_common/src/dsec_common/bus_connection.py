@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 import nats.errors
@@ -27,6 +28,7 @@ _REPEAT_LOG_S: Final = 10.0
 _OUTBOUND_BUFFER_BYTES: Final = 8 * 1024 * 1024
 #: A server that says nothing at all for twice this long counts as lost.
 _PING_INTERVAL_S: Final = 10
+_SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
 
 
 class Connection:
@@ -53,6 +55,7 @@ class Connection:
     async def open(self) -> None:
         """Connect; see ``Bus.connect``."""
         config = self.config
+        _check_servers(config.servers)
         prefix = config.inbox_prefix or _inbox_prefix_in(config.credentials_path)
         self._waiting_since = time.monotonic()
         try:
@@ -87,6 +90,12 @@ class Connection:
 
     def _connect_error(self) -> DsecError:
         servers = ", ".join(self.config.servers)
+        if self._refused and not self.config.credentials_path:
+            return DsecError(
+                ErrorCode.DENIED,
+                f"NATS at {servers} lets nobody in without credentials; name a project's "
+                "credentials file, as `dsec project list` shows them",
+            )
         if self._refused:
             return DsecError(
                 ErrorCode.DENIED,
@@ -162,6 +171,20 @@ class _UserClaims(msgspec.Struct, frozen=True):
     """A user's JWT, as far as the client needs it about itself; the server checks the rest."""
 
     nats: _UserPart = _UserPart()
+
+
+def _check_servers(servers: tuple[str, ...]) -> None:
+    # The library waits for ever for what is no address, or dies of it in its own clean-up.
+    if not servers:
+        raise invalid("no address of a NATS server was given; write nats://host:port")
+    for server in servers:
+        try:
+            url = urlsplit(server if "://" in server else f"nats://{server}")
+            is_address = url.scheme in _SCHEMES and bool(url.hostname) and url.port != 0
+        except ValueError:  # a port or an IPv6 address that is none
+            is_address = False
+        if not is_address or any(character.isspace() for character in server):
+            raise invalid(f"{server!r} is no address of a NATS server; write nats://host:port")
 
 
 def _inbox_prefix_in(credentials_path: str) -> str:

@@ -156,6 +156,32 @@ async def test_four_broker_processes_under_fire_grant_no_slice_twice(
         await release(bus, await granted(bus, 100.0, name))
 
 
+async def test_a_node_with_more_slices_than_its_record_can_name_refuses_and_goes_on(
+    plane: ControlPlane,
+) -> None:
+    cards = tuple(Gpu(uuid=f"GPU-{number}", model="NVIDIA A100") for number in range(12))
+    await plane.broker()
+    await plane.node("node-0", gpus=cards)
+    bus = await services_bus(plane)
+    leases = [await granted(bus, cu=1.0)]
+    refusals: list[DsecError] = []
+
+    async def grant() -> None:
+        try:
+            leases.append(await granted(bus, cu=1.0))
+        except DsecError as error:
+            refusals.append(error)
+
+    for _ in range(11):
+        await asyncio.gather(*(grant() for _ in range(100)))
+    assert len(leases) > 800
+    assert {(it.code, it.retryable) for it in refusals} == {(ErrorCode.EXHAUSTED, True)}
+    assert all("keeps no more leases" in it.message for it in refusals)
+    for lease in leases[:20]:
+        await release(bus, lease)
+    await granted(bus, cu=1.0)
+
+
 async def test_force_ends_a_projects_leases_with_an_event_and_nobody_elses(
     plane: ControlPlane,
 ) -> None:

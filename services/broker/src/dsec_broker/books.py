@@ -18,12 +18,15 @@ from dsec_broker.errors import (
     lease_gone,
     lease_of_another,
     lease_revoked,
+    no_room,
+    no_room_to_unlock,
     slices_taken,
     units_taken,
 )
 from dsec_broker.events import TransferAsked
 from dsec_broker.metering import PriceOf, between, is_any_due, key_of
 from dsec_broker.record import Lease, NodeRecord, Revoked, cu_total, lasting
+from dsec_broker.room import GRANT_BYTES_MAX, RECORD_BYTES_MAX, Room, bytes_of
 from dsec_broker.shares import make_room
 from dsec_common.compute.model import Card, GpuDemand, Slice
 from dsec_common.compute.slice_pool import SlicePool
@@ -56,6 +59,14 @@ class Books:
         self._last_token = record.last_token
         self._next_end = min((lease.expires_at for lease in record.leases), default=math.inf)
         self._pool = SlicePool(record.cards, _slices(record.leases))
+        self._room = Room()
+        self._weigh_rest()
+        for lease in record.leases:
+            self._weigh(lease)
+        for revoked in record.revoked:
+            self._room.keep(revoked.lease_id, revoked)
+        for segment in record.untold:
+            self._room.keep(key_of(segment), segment)
         self._empty: SlicePool | None = None
         # None: another broker, or an earlier life, may have had another table of units.
         self._elsewhere: Mapping[str, str] | None = None
@@ -115,19 +126,29 @@ class Books:
 
     def meter(self, now: float, interval_s: float, price_of: PriceOf) -> None:
         """Note what has been held up to now by leases that are about to be written otherwise."""
-        segments, begun = between(self._record.leases, self._leases, now, interval_s, price_of)
-        self._untold.update((key_of(segment), segment) for segment in segments)
+        segments, begun = between(
+            self._record.leases,
+            self._leases,
+            untold=self._untold,
+            now=now,
+            interval_s=interval_s,
+            price_of=price_of,
+        )
+        for segment in segments:
+            self._untold[key_of(segment)] = segment
+            self._room.keep(key_of(segment), segment)
         self._leases.update((lease.lease_id, lease) for lease in begun)
 
     def told(self, keys: Iterable[tuple[str, int]]) -> None:
         """Drop segments that the log has, from the next record that is written for any reason."""
         for key in keys:
             if self._untold.pop(key, None) is not None:
+                self._room.drop(key)
                 self._was_told = True
 
     def tidy(self, now: float, interval_s: float) -> None:
         """Have a record written if leases are to be metered, or segments to be dropped from it."""
-        if self._was_told or is_any_due(self._leases.values(), now, interval_s):
+        if self._was_told or is_any_due(self._leases.values(), self._untold, now, interval_s):
             self.dirty = True
 
     # --- What is asked for --------------------------------------------------------------------
@@ -139,7 +160,8 @@ class Books:
         milliseconds, so that it grows even past a bucket that was lost.
 
         Raises:
-            DsecError: ``invalid`` for what makes no sense, ``exhausted`` when less is free,
+            DsecError: ``invalid`` for what makes no sense, ``exhausted`` when less is free or the
+                record takes no more,
                 ``conflict`` when the id is another project's, ``expired`` when the lease has been
                 granted under this id and was ended, as a sandbox may live on it.
         """
@@ -155,6 +177,8 @@ class Books:
         demand = asked.wanted
         if demand.flaw:
             raise bad_demand(demand)
+        if not self._room.has(bytes_of(asked), GRANT_BYTES_MAX):
+            raise no_room(self.node, len(self._leases), len(self._untold))
         slices: tuple[Slice, ...] | None = asked.slices
         if not slices:
             slices = self._pool.find(demand) or make_room(self, asked)
@@ -203,12 +227,15 @@ class Books:
         """Return a new lease on the slices of an old one, which ends; asked again, the same.
 
         Raises:
-            DsecError: ``expired`` when the lease has ended.
+            DsecError: ``expired`` when the lease has ended, ``exhausted`` when the record has no
+                room for what is left of the old one.
         """
         known = self._leases.get(new_id)
         if known is not None:
             return known
         old = self._living(asked.lease_id, now)
+        if not self._room.has(2 * bytes_of(old), RECORD_BYTES_MAX):
+            raise no_room(self.node, len(self._leases), len(self._untold))
         new = msgspec.structs.replace(
             old,
             lease_id=new_id,
@@ -228,14 +255,25 @@ class Books:
         return new
 
     def unlock(self, project: str, lease_id: str, reason: str) -> tuple[Lease, ...]:
-        """End one lease of the project, or all when no id is given; return those that ended."""
+        """End one lease of the project, or all when no id is given; return those that ended.
+
+        Raises:
+            DsecError: ``exhausted`` when the record has no room for what their sandboxes have to
+                hear.
+        """
         ended = tuple(
             lease
             for lease in self._leases.values()
             if lease.project == project and lease_id in ("", lease.lease_id)
         )
+        why = f"its lease was unlocked by force: {reason or 'no reason given'}"
+        more_bytes = sum(bytes_of(lease, _revoked(lease, why)) for lease in ended)
+        if not self._room.has(
+            more_bytes, RECORD_BYTES_MAX, without=[lease.lease_id for lease in ended]
+        ):
+            raise no_room_to_unlock(self.node, len(ended))
         for lease in ended:
-            self._revoke(lease, f"its lease was unlocked by force: {reason or 'no reason given'}")
+            self._revoke(lease, why)
         return ended
 
     def sweep(self, now: float) -> None:
@@ -250,8 +288,13 @@ class Books:
         )
 
     def resize(self, lease_id: str, slices: tuple[Slice, ...], reason: str) -> bool:
-        """Give a lease other slices of its cards; return whether they were free for it."""
+        """Give a lease other slices of its cards; return whether they were free for it.
+
+        Nor are they given where the record has no room for what it held before.
+        """
         lease = self._leases[lease_id]
+        if not self._room.has(2 * bytes_of(lease), RECORD_BYTES_MAX):
+            return False
         self._pool.give(lease.slices)
         if not self._pool.has(slices):
             self._pool.take(lease.slices)
@@ -288,6 +331,7 @@ class Books:
             if (stays, cards, notes) != (self._heartbeat, self._cards, self._notes):
                 self._heartbeat = stays
                 self._have(cards, notes)
+                self._weigh_rest()
         named = frozenset(heartbeat.lease_ids)
         if not named and not self._leases and not self._revoked:
             return
@@ -299,6 +343,7 @@ class Books:
         for revoked in list(self._revoked.values()):
             if revoked.lease_id not in named and self._is_over(revoked, heartbeat.sent_at, now):
                 del self._revoked[revoked.lease_id]
+                self._room.drop(revoked.lease_id)
                 self.dirty = True
 
     def leave(self, cards: Iterable[str], node: str) -> None:
@@ -336,24 +381,33 @@ class Books:
         self._last_token = max(self._last_token + 1, int(now * 1000))
         return self._last_token
 
+    def _weigh_rest(self) -> None:
+        self._room.keep("", self._heartbeat)
+        for number, card in enumerate(self._cards):
+            self._room.keep(number, card)
+
+    def _weigh(self, lease: Lease) -> None:
+        """Count a lease twice: what is told of it when it ends is no larger than itself."""
+        self._room.keep(lease.lease_id, lease, copies=2)
+
     def _put(self, lease: Lease) -> None:
         self._leases[lease.lease_id] = lease
+        self._weigh(lease)
         self._next_end = min(self._next_end, lease.expires_at)
         self.dirty = True
 
     def _end(self, lease_id: str) -> None:
-        self._pool.give(self._leases.pop(lease_id).slices)
+        lease = self._leases.pop(lease_id)
+        self._pool.give(lease.slices)
+        self._room.drop(lease_id)
         self.dirty = True
 
     def _revoke(self, lease: Lease, reason: str) -> None:
         """End a lease on which a sandbox may live, or may be about to."""
         self._end(lease.lease_id)
-        self._revoked[lease.lease_id] = Revoked(
-            lease_id=lease.lease_id,
-            confirmed_at=lease.confirmed_at,
-            reason=reason,
-            expires_at=lease.expires_at,
-        )
+        revoked = _revoked(lease, reason)
+        self._revoked[lease.lease_id] = revoked
+        self._room.keep(lease.lease_id, revoked)
 
     def _run_out(self, lease: Lease) -> None:
         """End a lease whose time is over; what was never named is no longer expected either."""
@@ -371,3 +425,12 @@ class Books:
 
 def _slices(leases: Iterable[Lease]) -> list[Slice]:
     return [slice_ for lease in leases for slice_ in lease.slices]
+
+
+def _revoked(lease: Lease, reason: str) -> Revoked:
+    return Revoked(
+        lease_id=lease.lease_id,
+        confirmed_at=lease.confirmed_at,
+        reason=reason,
+        expires_at=lease.expires_at,
+    )

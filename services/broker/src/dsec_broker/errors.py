@@ -100,6 +100,29 @@ def slices_taken(node: str, slices: Sequence[Slice]) -> DsecError:
     )
 
 
+def no_room(node: str, leases: int, untold: int) -> DsecError:
+    """Return the error for a lease that the node's record cannot keep beside the others."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"node {node} keeps no more leases than its {leases}, and {untold} segments that the log "
+        "has yet to take: let some end, or ask for fewer and larger ones",
+        retryable=True,
+        retry_after_s=1.0,
+        details={"node": node, "leases": leases, "untold": untold},
+    )
+
+
+def no_room_to_unlock(node: str, leases: int) -> DsecError:
+    """Return the error for an unlock whose reason, so many times, is too much for a record."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"the reason does not fit beside the {leases} leases on node {node}: give a shorter one, "
+        "or unlock them one by one",
+        retryable=False,
+        details={"node": node, "leases": leases},
+    )
+
+
 def no_node_has(demand: GpuDemand, largest_cu: float, *, ready: int, possible: bool) -> DsecError:
     """Return the error for a grant on any node that none can give."""
     if not ready:

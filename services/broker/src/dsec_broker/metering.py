@@ -9,7 +9,7 @@ until a broker has handed it to the log; any broker may, since what is told twic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -29,6 +29,8 @@ TELL_AGAIN_S: Final = 10.0
 def between(
     before: Iterable[Lease],
     after: Mapping[str, Lease],
+    *,
+    untold: Container[tuple[str, int]],
     now: float,
     interval_s: float,
     price_of: PriceOf,
@@ -38,6 +40,9 @@ def between(
     Args:
         before: the leases as they were written last.
         after: as they are to be written, by id.
+        untold: keys of the segments that the log has not been told of. A lease that does not change
+            gets no other while it has one of these: a log that takes nothing for long would fill
+            the record.
         now: Unix seconds.
         interval_s: a lease that does not change is told of at least so often.
         price_of: see :data:`PriceOf`.
@@ -47,7 +52,7 @@ def between(
     begun: list[Lease] = []
     for old in before:
         new = after.get(old.lease_id)
-        is_due = now_ms - since_ms(old) >= interval_s * 1000
+        is_due = _is_due(old, untold, now, interval_s)
         if new is not None and new.slices == old.slices and not is_due:
             continue
         segment = _segment(old, now_ms, price_of, last=new is None)
@@ -64,9 +69,19 @@ def since_ms(lease: Lease) -> int:
     return lease.metered_to_ms or round(lease.granted_at * 1000)
 
 
-def is_any_due(leases: Iterable[Lease], now: float, interval_s: float) -> bool:
+def is_any_due(
+    leases: Iterable[Lease], untold: Container[tuple[str, int]], now: float, interval_s: float
+) -> bool:
     """Return whether a lease that does not change is to be told of."""
-    return any(now * 1000 - since_ms(lease) >= interval_s * 1000 for lease in leases)
+    return any(_is_due(lease, untold, now, interval_s) for lease in leases)
+
+
+def _is_due(
+    lease: Lease, untold: Container[tuple[str, int]], now: float, interval_s: float
+) -> bool:
+    if round(now * 1000) - since_ms(lease) < interval_s * 1000:
+        return False
+    return (lease.lease_id, lease.segments) not in untold
 
 
 def key_of(segment: LeaseSegment) -> tuple[str, int]:

@@ -159,7 +159,7 @@ async def test_four_broker_processes_under_fire_grant_no_slice_twice(
 async def test_a_node_with_more_slices_than_its_record_can_name_refuses_and_goes_on(
     plane: ControlPlane,
 ) -> None:
-    cards = tuple(Gpu(uuid=f"GPU-{number}", model="NVIDIA A100") for number in range(12))
+    cards = tuple(Gpu(uuid=f"GPU-{number}", model="NVIDIA A100") for number in range(18))
     await plane.broker()
     await plane.node("node-0", gpus=cards)
     bus = await services_bus(plane)
@@ -172,9 +172,9 @@ async def test_a_node_with_more_slices_than_its_record_can_name_refuses_and_goes
         except DsecError as error:
             refusals.append(error)
 
-    for _ in range(11):
+    for _ in range(17):
         await asyncio.gather(*(grant() for _ in range(100)))
-    assert len(leases) > 800
+    assert len(leases) > 1_400
     assert {(it.code, it.retryable) for it in refusals} == {(ErrorCode.EXHAUSTED, True)}
     assert all("keeps no more leases" in it.message for it in refusals)
     for lease in leases[:20]:

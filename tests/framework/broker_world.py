@@ -185,7 +185,13 @@ class Broker:
         )
         return request_id
 
-    def unlock(self, node: str = "node-1", lease_id: str = "", project: str = "default") -> int:
+    def unlock(
+        self,
+        node: str = "node-1",
+        lease_id: str = "",
+        project: str = "default",
+        reason: str = "stuck",
+    ) -> int:
         """End leases by force; return the request's id."""
         request_id = self.world.next_id()
         self.handle(
@@ -194,7 +200,7 @@ class Broker:
                 project=project,
                 node=node,
                 lease_id=lease_id,
-                reason="stuck",
+                reason=reason,
                 at=self.at,
             )
         )

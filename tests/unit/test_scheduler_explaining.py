@@ -93,6 +93,16 @@ def test_when_enough_comes_back_is_told_by_the_ends_of_leases() -> None:
         )
 
 
+def test_a_node_whose_record_is_full_is_named() -> None:
+    one = ask(40.0)
+    room = WaitingRoom(QueueRules())
+    world = World(nodes=(node("n1", card("c"), taken=100),), full=frozenset({"n1"}))
+    assert not room.handle(Asked(one, world, 0.0))
+    told = explain(one, room, world, 10.0, 1000.0)
+    assert told.constraint == "capacity"
+    assert any("n1 holds as many leases as its record takes" in it for it in told.would_change)
+
+
 def test_ends_that_are_not_known_or_were_wrong_are_told_as_not_known() -> None:
     found = explained(ask(60.0), ending(50, 1100.0), ending(25, 900.0), ending(25))
     assert found.expected_at == 0.0

@@ -6,7 +6,7 @@ from typing import assert_never
 
 from dsec_broker.books import Books
 from dsec_broker.effects import Answer, Outcome, Refuse
-from dsec_broker.errors import lease_gone, node_not_ready
+from dsec_broker.errors import bad_holder, lease_gone, node_not_ready
 from dsec_broker.events import (
     Ask,
     GrantAsked,
@@ -20,12 +20,14 @@ from dsec_broker.events import (
 from dsec_broker.record import Lease
 from dsec_common.errors import DsecError
 from dsec_common.wire.lease import (
+    HOLDER_CHARACTERS_MAX,
     LeaseGranted,
     LeaseReleased,
     LeaseRenewed,
     LeasesUnlocked,
     UnlockedLease,
 )
+from dsec_common.wire.sandbox import AGENT_CHARACTERS_MAX
 
 
 def refuse(request_id: int, error: DsecError) -> Outcome:
@@ -82,6 +84,14 @@ def _unlocked(lease: Lease) -> UnlockedLease:
         granted_at=lease.granted_at,
         slices=lease.slices,
     )
+
+
+def flaw_of_names(holder: str, agent: str) -> DsecError | None:
+    """Return why a lease cannot be held for these, or None when it can."""
+    for name, most in ((holder, HOLDER_CHARACTERS_MAX), (agent, AGENT_CHARACTERS_MAX)):
+        if len(name) > most or not name.isprintable():
+            return bad_holder(len(name))
+    return None
 
 
 def is_doubtful(books: Books | None, change: object) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from dsec_broker.record import NodeRecord
+from dsec_broker.room import RECORD_BYTES_MAX
 from dsec_common.compute.model import WHOLE_PERCENT, CardMode
 from dsec_common.subjects import ScopedId
 
@@ -53,6 +56,7 @@ def check_record(node: str, record: NodeRecord) -> None:
     assert all(ScopedId.parse(lease_id).owner == node for lease_id in ids)  # noqa: S101  invariant
     assert tokens == sorted(set(tokens))  # noqa: S101  invariant
     assert all(token <= record.last_token for token in tokens)  # noqa: S101  invariant
+    assert len(msgspec.msgpack.encode(record)) <= RECORD_BYTES_MAX  # noqa: S101  invariant
 
 
 def _totals(record: NodeRecord) -> dict[str, int]:

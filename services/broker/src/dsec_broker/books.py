@@ -19,17 +19,24 @@ from dsec_broker.errors import (
     lease_of_another,
     lease_revoked,
     no_room,
-    no_room_to_unlock,
     slices_taken,
     units_taken,
 )
 from dsec_broker.events import TransferAsked
 from dsec_broker.metering import PriceOf, between, is_any_due, key_of
 from dsec_broker.record import Lease, NodeRecord, Revoked, cu_total, lasting
-from dsec_broker.room import GRANT_BYTES_MAX, RECORD_BYTES_MAX, Room, bytes_of
+from dsec_broker.room import (
+    SHORT_REASON,
+    Room,
+    bytes_of,
+    bytes_of_lease,
+    bytes_of_segment,
+    largest_lease_bytes,
+)
 from dsec_broker.shares import make_room
 from dsec_common.compute.model import Card, GpuDemand, Slice
 from dsec_common.compute.slice_pool import SlicePool
+from dsec_common.errors import DsecError
 from dsec_common.wire.lease import GrantLease
 from dsec_common.wire.node import NodeHeartbeat
 
@@ -59,14 +66,9 @@ class Books:
         self._last_token = record.last_token
         self._next_end = min((lease.expires_at for lease in record.leases), default=math.inf)
         self._pool = SlicePool(record.cards, _slices(record.leases))
-        self._room = Room()
-        self._weigh_rest()
-        for lease in record.leases:
-            self._weigh(lease)
-        for revoked in record.revoked:
-            self._room.keep(revoked.lease_id, revoked)
-        for segment in record.untold:
-            self._room.keep(key_of(segment), segment)
+        self._room = Room(record)
+        self._largest_bytes = largest_lease_bytes(record.node, record.cards)
+        self._count()
         self._empty: SlicePool | None = None
         # None: another broker, or an earlier life, may have had another table of units.
         self._elsewhere: Mapping[str, str] | None = None
@@ -79,8 +81,13 @@ class Books:
 
     @property
     def pool(self) -> SlicePool:
-        """What is free."""
+        """What is free; closed while the record has no room for any lease that might be asked."""
         return self._pool
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the record takes no further lease, whatever is free."""
+        return self._pool.closed
 
     @property
     def cu_total(self) -> float:
@@ -101,6 +108,8 @@ class Books:
                 untold=tuple(self._untold.values()),
             )
             self.dirty = self._was_told = False
+            self._room.expect_no_more()
+            self._count()
         return self._record
 
     def lease(self, lease_id: str) -> Lease | None:
@@ -133,18 +142,20 @@ class Books:
             now=now,
             interval_s=interval_s,
             price_of=price_of,
+            room_bytes=self._room.for_later,
         )
         for segment in segments:
             self._untold[key_of(segment)] = segment
-            self._room.keep(key_of(segment), segment)
+            self._room.put_segment(segment)
         self._leases.update((lease.lease_id, lease) for lease in begun)
 
     def told(self, keys: Iterable[tuple[str, int]]) -> None:
         """Drop segments that the log has, from the next record that is written for any reason."""
         for key in keys:
             if self._untold.pop(key, None) is not None:
-                self._room.drop(key)
+                self._room.drop_segment(key)
                 self._was_told = True
+        self._count()
 
     def tidy(self, now: float, interval_s: float) -> None:
         """Have a record written if leases are to be metered, or segments to be dropped from it."""
@@ -161,9 +172,9 @@ class Books:
 
         Raises:
             DsecError: ``invalid`` for what makes no sense, ``exhausted`` when less is free or the
-                record takes no more,
-                ``conflict`` when the id is another project's, ``expired`` when the lease has been
-                granted under this id and was ended, as a sandbox may live on it.
+                record holds no further lease, ``conflict`` when the id is another project's,
+                ``expired`` when the lease has been granted under this id and was ended, as a
+                sandbox may live on it.
         """
         # What has run out is free, whether or not it has been swept.
         self.sweep(now)
@@ -177,8 +188,8 @@ class Books:
         demand = asked.wanted
         if demand.flaw:
             raise bad_demand(demand)
-        if not self._room.has(bytes_of(asked), GRANT_BYTES_MAX):
-            raise no_room(self.node, len(self._leases), len(self._untold))
+        if self.is_full:
+            raise self._full()
         slices: tuple[Slice, ...] | None = asked.slices
         if not slices:
             slices = self._pool.find(demand) or make_room(self, asked)
@@ -202,6 +213,8 @@ class Books:
             agent=asked.agent,
             ends_at=now + asked.holds_s if 0 < asked.holds_s < math.inf else 0.0,
         )
+        if bytes_of_lease(lease) > self._room.for_grants:
+            raise self._full()
         self._pool.take(slices)
         self._put(lease)
         return lease
@@ -227,15 +240,13 @@ class Books:
         """Return a new lease on the slices of an old one, which ends; asked again, the same.
 
         Raises:
-            DsecError: ``expired`` when the lease has ended, ``exhausted`` when the record has no
-                room for what is left of the old one.
+            DsecError: ``expired`` when the lease has ended; ``exhausted`` when so many have been
+                transferred since the node's last heartbeat that the record holds no more of it.
         """
         known = self._leases.get(new_id)
         if known is not None:
             return known
         old = self._living(asked.lease_id, now)
-        if not self._room.has(2 * bytes_of(old), RECORD_BYTES_MAX):
-            raise no_room(self.node, len(self._leases), len(self._untold))
         new = msgspec.structs.replace(
             old,
             lease_id=new_id,
@@ -249,31 +260,23 @@ class Books:
             segments=0,
             metered_to_ms=0,
         )
-        self._revoke(old, f"its lease was transferred to {asked.holder}")
+        if not self._room.holds_transfer(old, new):
+            raise self._full()
+        self._revoke(old, "its lease was transferred", f" to {asked.holder}")
         self._pool.take(new.slices)
         self._put(new)
         return new
 
     def unlock(self, project: str, lease_id: str, reason: str) -> tuple[Lease, ...]:
-        """End one lease of the project, or all when no id is given; return those that ended.
-
-        Raises:
-            DsecError: ``exhausted`` when the record has no room for what their sandboxes have to
-                hear.
-        """
+        """End one lease of the project, or all when no id is given; return those that ended."""
         ended = tuple(
             lease
             for lease in self._leases.values()
             if lease.project == project and lease_id in ("", lease.lease_id)
         )
-        why = f"its lease was unlocked by force: {reason or 'no reason given'}"
-        more_bytes = sum(bytes_of(lease, _revoked(lease, why)) for lease in ended)
-        if not self._room.has(
-            more_bytes, RECORD_BYTES_MAX, without=[lease.lease_id for lease in ended]
-        ):
-            raise no_room_to_unlock(self.node, len(ended))
         for lease in ended:
-            self._revoke(lease, why)
+            why = f": {reason or 'no reason given'}"
+            self._revoke(lease, "its lease was unlocked by force", why)
         return ended
 
     def sweep(self, now: float) -> None:
@@ -288,24 +291,27 @@ class Books:
         )
 
     def resize(self, lease_id: str, slices: tuple[Slice, ...], reason: str) -> bool:
-        """Give a lease other slices of its cards; return whether they were free for it.
-
-        Nor are they given where the record has no room for what it held before.
-        """
+        """Give a lease other slices of its cards; return whether there was room for that."""
         lease = self._leases[lease_id]
-        if not self._room.has(2 * bytes_of(lease), RECORD_BYTES_MAX):
+        if bytes_of_segment(lease) > self._room.for_later:
             return False
         self._pool.give(lease.slices)
-        if not self._pool.has(slices):
+        if not self._pool.has_free(slices):
             self._pool.take(lease.slices)
             return False
         self._pool.take(slices)
+        self._room.expect_segment(lease)
         self._put(
             msgspec.structs.replace(
                 lease, slices=slices, resizes=lease.resizes + 1, resize_reason=reason
             )
         )
         return True
+
+    def has_room_beside(self, resized: Iterable[Lease]) -> bool:
+        """Return whether the record takes one more lease when these have been resized for it."""
+        left = self._room.for_grants - sum(map(bytes_of_segment, resized))
+        return left >= self._largest_bytes
 
     # --- What the node says -------------------------------------------------------------------
 
@@ -323,15 +329,16 @@ class Books:
         when less than half of ``ttl_s`` is left, so that a quiet cluster writes twice per lifetime.
         A confirmed lease that a later heartbeat does not name belonged to a sandbox that has ended.
         One broker may see heartbeats later than another, hence the comparison by the node's clock.
+        What is new of the node itself stays out of a record that has no room for it.
         """
         stays = lasting(heartbeat)
         if stays != self._heartbeat or elsewhere != self._elsewhere:
             self._elsewhere = elsewhere
             cards, notes = cards_of(heartbeat, elsewhere)
-            if (stays, cards, notes) != (self._heartbeat, self._cards, self._notes):
+            is_new = (stays, cards, notes) != (self._heartbeat, self._cards, self._notes)
+            if is_new and self._room.holds_node(stays, cards, notes):
                 self._heartbeat = stays
                 self._have(cards, notes)
-                self._weigh_rest()
         named = frozenset(heartbeat.lease_ids)
         if not named and not self._leases and not self._revoked:
             return
@@ -343,7 +350,8 @@ class Books:
         for revoked in list(self._revoked.values()):
             if revoked.lease_id not in named and self._is_over(revoked, heartbeat.sent_at, now):
                 del self._revoked[revoked.lease_id]
-                self._room.drop(revoked.lease_id)
+                self._room.drop_revoked(revoked.lease_id)
+                self._count()
                 self.dirty = True
 
     def leave(self, cards: Iterable[str], node: str) -> None:
@@ -359,7 +367,10 @@ class Books:
         if cards != self._cards:
             self._pool = SlicePool(cards, _slices(self._leases.values()))
             self._empty = None
+            self._largest_bytes = largest_lease_bytes(self.node, cards)
         self._cards, self._notes = cards, notes
+        self._room.put_node(self._heartbeat, cards, notes)
+        self._count()
         self.dirty = True
 
     def _keep_alive(self, lease: Lease, seen_at: float, now: float, ttl_s: float) -> None:
@@ -381,38 +392,53 @@ class Books:
         self._last_token = max(self._last_token + 1, int(now * 1000))
         return self._last_token
 
-    def _weigh_rest(self) -> None:
-        self._room.keep("", self._heartbeat)
-        for number, card in enumerate(self._cards):
-            self._room.keep(number, card)
-
-    def _weigh(self, lease: Lease) -> None:
-        """Count a lease twice: what is told of it when it ends is no larger than itself."""
-        self._room.keep(lease.lease_id, lease, copies=2)
-
     def _put(self, lease: Lease) -> None:
         self._leases[lease.lease_id] = lease
-        self._weigh(lease)
         self._next_end = min(self._next_end, lease.expires_at)
+        self._room.put_lease(lease)
+        self._count()
         self.dirty = True
 
     def _end(self, lease_id: str) -> None:
         lease = self._leases.pop(lease_id)
         self._pool.give(lease.slices)
-        self._room.drop(lease_id)
+        self._room.drop_lease(lease_id)
+        self._room.expect_segment(lease)
+        self._count()
         self.dirty = True
 
-    def _revoke(self, lease: Lease, reason: str) -> None:
-        """End a lease on which a sandbox may live, or may be about to."""
+    def _revoke(self, lease: Lease, reason: str, more: str = "") -> None:
+        """End a lease on which a sandbox may live, or may be about to.
+
+        Args:
+            lease: which.
+            reason: why, no longer than :data:`~dsec_broker.room.SHORT_REASON`.
+            more: the rest of the reason, for which there may be no room.
+        """
         self._end(lease.lease_id)
-        revoked = _revoked(lease, reason)
+        revoked = Revoked(
+            lease_id=lease.lease_id,
+            confirmed_at=lease.confirmed_at,
+            reason=reason + more,
+            expires_at=lease.expires_at,
+        )
+        if bytes_of(revoked) > self._room.for_later:
+            revoked = msgspec.structs.replace(revoked, reason=reason)
         self._revoked[lease.lease_id] = revoked
-        self._room.keep(lease.lease_id, revoked)
+        self._room.put_revoked(revoked)
+        self._count()
+
+    def _count(self) -> None:
+        """Have the index give nothing while there is no room for a lease."""
+        self._pool.closed = self._room.for_grants < self._largest_bytes
+
+    def _full(self) -> DsecError:
+        return no_room(self.node, len(self._leases), len(self._untold))
 
     def _run_out(self, lease: Lease) -> None:
         """End a lease whose time is over; what was never named is no longer expected either."""
         if lease.confirmed_at:
-            self._revoke(lease, "its lease ran out: the broker did not hear of it in time")
+            self._revoke(lease, SHORT_REASON)
         else:
             self._end(lease.lease_id)
 
@@ -425,12 +451,3 @@ class Books:
 
 def _slices(leases: Iterable[Lease]) -> list[Slice]:
     return [slice_ for lease in leases for slice_ in lease.slices]
-
-
-def _revoked(lease: Lease, reason: str) -> Revoked:
-    return Revoked(
-        lease_id=lease.lease_id,
-        confirmed_at=lease.confirmed_at,
-        reason=reason,
-        expires_at=lease.expires_at,
-    )

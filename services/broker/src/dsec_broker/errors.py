@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsec_broker.room import GRANT_BYTES_MAX
 from dsec_common.compute.model import GpuDemand, Slice
 from dsec_common.errors import DsecError, ErrorCode, invalid, not_found, unavailable
-from dsec_common.wire.lease import UNLOCK_REASON_MAX
+from dsec_common.wire.lease import HOLDER_CHARACTERS_MAX, UNLOCK_REASON_MAX
+from dsec_common.wire.sandbox import AGENT_CHARACTERS_MAX
 
 
 def bad_demand(demand: GpuDemand) -> DsecError:
@@ -89,6 +91,33 @@ def units_taken(
     )
 
 
+def no_room(node: str, leases: int, untold: int) -> DsecError:
+    """Return the error for a lease that the node's record cannot keep beside the others."""
+    return DsecError(
+        ErrorCode.EXHAUSTED,
+        f"node {node} keeps no more leases than its {leases}, and {untold} segments that the log "
+        f"has yet to take, of {GRANT_BYTES_MAX} bytes at most: let some end, ask for fewer and "
+        "larger ones, or add a node",
+        retryable=True,
+        retry_after_s=1.0,
+        details={
+            "node": node,
+            "leases": leases,
+            "untold": untold,
+            "record_bytes_max": GRANT_BYTES_MAX,
+        },
+    )
+
+
+def bad_holder(characters: int) -> DsecError:
+    """Return the error for a lease whose holder would fill its node's record."""
+    return invalid(
+        f"a holder or an agent of {characters} characters: use at most {HOLDER_CHARACTERS_MAX} for "
+        f"a holder (the request's message_id), {AGENT_CHARACTERS_MAX} for an agent, all printable",
+        field="holder",
+    )
+
+
 def slices_taken(node: str, slices: Sequence[Slice]) -> DsecError:
     """Return the error for a grant of just these slices, when they are not all free."""
     wanted = ", ".join(f"{slice_.percent} % of {slice_.place}" for slice_ in slices)
@@ -100,39 +129,31 @@ def slices_taken(node: str, slices: Sequence[Slice]) -> DsecError:
     )
 
 
-def no_room(node: str, leases: int, untold: int) -> DsecError:
-    """Return the error for a lease that the node's record cannot keep beside the others."""
-    return DsecError(
-        ErrorCode.EXHAUSTED,
-        f"node {node} keeps no more leases than its {leases}, and {untold} segments that the log "
-        "has yet to take: let some end, or ask for fewer and larger ones",
-        retryable=True,
-        retry_after_s=1.0,
-        details={"node": node, "leases": leases, "untold": untold},
-    )
+def no_node_has(
+    demand: GpuDemand, largest_cu: float, *, ready: int, possible: bool, full: int = 0
+) -> DsecError:
+    """Return the error for a grant on any node that none can give.
 
-
-def no_room_to_unlock(node: str, leases: int) -> DsecError:
-    """Return the error for an unlock whose reason, so many times, is too much for a record."""
-    return DsecError(
-        ErrorCode.EXHAUSTED,
-        f"the reason does not fit beside the {leases} leases on node {node}: give a shorter one, "
-        "or unlock them one by one",
-        retryable=False,
-        details={"node": node, "leases": leases},
-    )
-
-
-def no_node_has(demand: GpuDemand, largest_cu: float, *, ready: int, possible: bool) -> DsecError:
-    """Return the error for a grant on any node that none can give."""
+    Args:
+        demand: what was asked for.
+        largest_cu: of the nodes.
+        ready: how many there are.
+        possible: whether one could if nothing were held.
+        full: how many give nothing because their records hold no further lease.
+    """
     if not ready:
         return unavailable(
             "no node is ready: start sandboxd on a machine with GPUs, or wait for its heartbeat"
         )
+    records = (
+        f"; of {ready} nodes {full} hold so many leases that their records take no more "
+        f"({GRANT_BYTES_MAX} bytes): end some, ask for fewer and larger ones, or add a node"
+    )
     return DsecError(
         ErrorCode.EXHAUSTED,
         f"no node has {asked_text(demand)} Compute Units free"
-        f"{'' if possible else ', even with nothing taken'}; the largest has {largest_cu:g} in all",
+        f"{'' if possible else ', even with nothing taken'}; the largest has {largest_cu:g} in all"
+        f"{records if full else ''}",
         retryable=possible,
         retry_after_s=1.0 if possible else 0.0,
         details={"cu": demand.min_cu, "cu_largest": largest_cu},

@@ -105,6 +105,17 @@ class Looking:
             return "it is draining"
         return ""
 
+    def _books(self, node: str) -> Books | None:
+        entry = self._nodes[node]
+        if entry.books is None and entry.record is not None:
+            entry.books = Books(entry.record, self._config.clock_skew_s)
+        return entry.books
+
+    def _is_full(self, node: str) -> bool:
+        """Return whether the node's record takes no further lease."""
+        books = self._books(node)
+        return books is not None and books.is_full
+
     @property
     def names(self) -> list[str]:
         """The nodes that have a record."""
@@ -142,6 +153,8 @@ class Looking:
         reason = self._not_ready(entry, at)
         # Of the heartbeat itself: a node is worth its units before its record is written.
         cards, notes = self._cards(heartbeat, self._elsewhere(heartbeat))
+        if self._is_full(heartbeat.node):
+            notes = (*notes, "it takes no lease until some end: its record holds no more of them")
         return NodeInfo(
             node=heartbeat.node,
             ready=not reason,
@@ -185,4 +198,5 @@ class Looking:
                 ready=not self._not_ready(entry, at),
                 cards=entry.record.cards,
                 leases=tuple(held(lease) for lease in self._living(entry, at)),
+                full=self._is_full(name),
             )

@@ -16,6 +16,7 @@ import msgspec
 
 from dsec_broker.events import Moment
 from dsec_broker.record import Lease, NodeRecord
+from dsec_broker.room import bytes_of
 from dsec_common.compute.model import Slice
 from dsec_common.metering import MICRO, LeaseSegment
 
@@ -34,6 +35,7 @@ def between(
     now: float,
     interval_s: float,
     price_of: PriceOf,
+    room_bytes: int,
 ) -> tuple[list[LeaseSegment], list[Lease]]:
     """Return the segments that end with a change, and the leases that begin another.
 
@@ -46,16 +48,23 @@ def between(
         now: Unix seconds.
         interval_s: a lease that does not change is told of at least so often.
         price_of: see :data:`PriceOf`.
+        room_bytes: what segments of leases that do not change may take together. The others are
+            told of by a later write, in a segment that is longer by so much.
     """
     now_ms = round(now * 1000)
     segments: list[LeaseSegment] = []
     begun: list[Lease] = []
     for old in before:
         new = after.get(old.lease_id)
-        is_due = _is_due(old, untold, now, interval_s)
-        if new is not None and new.slices == old.slices and not is_due:
+        changes = new is None or new.slices != old.slices
+        if not changes and not _is_due(old, untold, now, interval_s):
             continue
         segment = _segment(old, now_ms, price_of, last=new is None)
+        if not changes:
+            size = bytes_of(segment)
+            if size > room_bytes:
+                continue
+            room_bytes -= size
         segments.append(segment)
         if new is not None:
             begun.append(

@@ -43,7 +43,7 @@ def make_room(books: Books, asked: GrantLease) -> tuple[Slice, ...] | None:
     needed. When all of them do not make enough room, nothing has changed.
     """
     chosen = _shrink_for(books, asked)
-    if not chosen:
+    if not chosen or not books.has_room_beside(shrunk.lease for shrunk in chosen):
         return None
     reason = f"room for {asked.service_class} work"
     for shrunk in chosen:
@@ -58,6 +58,8 @@ def room_for(books: Books, asked: GrantLease) -> bool:
 
 def _shrink_for(books: Books, asked: GrantLease) -> list[_Shrunk]:
     """Return which leases to shrink for the request, and to what; none when it cannot be."""
+    if books.is_full:
+        return []
     rank, demand, pool = rank_of(asked.service_class, asked.priority), asked.wanted, books.pool
     shrunk: list[_Shrunk] = []
     fits = False

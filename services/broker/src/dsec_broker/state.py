@@ -14,7 +14,13 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from dsec_broker import audit
-from dsec_broker.asks import apply_ask, is_doubtful, outcome_without_record, refuse
+from dsec_broker.asks import (
+    apply_ask,
+    flaw_of_names,
+    is_doubtful,
+    outcome_without_record,
+    refuse,
+)
 from dsec_broker.books import Books
 from dsec_broker.choosing import Candidate, in_order
 from dsec_broker.claims import Claims
@@ -151,6 +157,8 @@ class BrokerState(Looking):
             refusal = bad_demand(asked.wanted)
         elif not 0 < asked.ttl_s <= self._config.lease_ttl_max_s:
             refusal = bad_ttl(asked.ttl_s, self._config.lease_ttl_max_s)
+        elif flaw := flaw_of_names(asked.holder, asked.agent):
+            refusal = flaw
         elif not asked.node:
             self._tried[event.request_id] = set()
             return self._grant_anywhere(event, event.at)
@@ -179,7 +187,8 @@ class BrokerState(Looking):
         ready = [books for _, books, _ in self._ready(at)]
         possible = any(books.fits_when_empty(demand) for books in ready)
         largest_cu = max((books.cu_total for books in ready), default=0.0)
-        error = no_node_has(demand, largest_cu, ready=len(ready), possible=possible)
+        full = sum(books.is_full for books in ready)
+        error = no_node_has(demand, largest_cu, ready=len(ready), possible=possible, full=full)
         return [refuse(event.request_id, error)]
 
     def _best_node(self, event: GrantAsked, at: Moment, tried: set[str]) -> str:
@@ -215,6 +224,8 @@ class BrokerState(Looking):
         most_s = self._config.lease_ttl_max_s
         if not isinstance(event, ReleaseAsked) and not 0 < event.ttl_s <= most_s:
             return [refuse(event.request_id, bad_ttl(event.ttl_s, most_s))]
+        if isinstance(event, TransferAsked) and (flaw := flaw_of_names(event.holder, event.agent)):
+            return [refuse(event.request_id, flaw)]
         if node not in self._nodes:
             return [outcome_without_record(node, event)]
         return self._change(node, event)
@@ -278,12 +289,6 @@ class BrokerState(Looking):
         for grant in elsewhere:
             effects += self._grant_anywhere(grant, at)
         return effects
-
-    def _books(self, node: str) -> Books | None:
-        entry = self._nodes[node]
-        if entry.books is None and entry.record is not None:
-            entry.books = Books(entry.record, self._config.clock_skew_s)
-        return entry.books
 
     def _apply(self, node: str, change: Change, at: Moment) -> Outcome | None:
         """Work one change into the node's books; return what it will be answered."""

@@ -83,6 +83,7 @@ class World:
         foreign: what waits at other schedulers, each one's first.
         leases: by node: what could make room, and what an explanation names.
         others: the names of nodes that are not of the cluster's own capacity.
+        full: of nodes whose records hold no further lease: all of their cards counts as held.
     """
 
     nodes: tuple[NodeCapacity, ...] = ()
@@ -91,6 +92,7 @@ class World:
     foreign: tuple[Ask, ...] = ()
     leases: Mapping[str, tuple[HeldUnits, ...]] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
+    full: frozenset[str] = frozenset()
 
     @property
     def price_range(self) -> tuple[float, float]:

@@ -161,6 +161,7 @@ def _for_want(
                 f"{len(leases)} leases on {node} hold {math.fsum(it.cu for it in leases):g} CU, "
                 f"the oldest for {oldest_s / 60:.0f} min"
             )
+    yield from _full(world)
     held = [lease for of_node in world.leases.values() for lease in of_node]
     if expected_at:
         left = _duration(expected_at - unix_s)
@@ -170,6 +171,14 @@ def _for_want(
         yield (
             "when enough comes back is not known: "
             f"{silent} of {len(held)} leases do not say when they end"
+        )
+
+
+def _full(world: World) -> Iterator[str]:
+    for node in sorted(world.full)[:_NAMED_MAX]:
+        yield (
+            f"{node} holds as many leases as its record takes, whatever is free: end some there, "
+            "ask for fewer and larger ones, or add a node"
         )
 
 

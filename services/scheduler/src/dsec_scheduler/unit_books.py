@@ -11,6 +11,8 @@ from dsec_common import subjects
 from dsec_common.bus import Bus
 from dsec_common.clock import Clock
 from dsec_common.compute.conservation import rank_of
+from dsec_common.compute.model import Card, CardMode, Slice, cu_of
+from dsec_common.compute.slice_pool import SlicePool
 from dsec_common.wire.lease import HeldLease, LeaseList, ListLeases, NodeLeases
 from dsec_scheduler.asks import Ask, HeldUnits, Part, World
 from dsec_scheduler.solving.problem import NodeCapacity
@@ -65,7 +67,9 @@ class UnitBooks:
             more = page.more and bool(page.nodes)
             after = nodes[-1].node if nodes else ""
         self._nodes, self._asked_at = tuple(nodes), asked_at
-        self._leases = {it.node: tuple(map(_held, it.leases)) for it in nodes}
+        self._leases = {
+            it.node: tuple(_held(lease, yields=not it.full) for lease in it.leases) for it in nodes
+        }
         # What was granted before the question is in the answer.
         self._taken = {key: it for key, it in self._taken.items() if it[2] >= asked_at}
 
@@ -92,26 +96,53 @@ class UnitBooks:
                 fresh = [s for s in part.slices if s not in held.get(part.node, ())]
                 held.setdefault(part.node, []).extend(fresh)
                 held_cu[project] = held_cu.get(project, 0.0) + math.fsum(s.cu for s in fresh)
+        ready = [it for it in self._nodes if it.ready and it.cards]
+        for it in ready:
+            if it.full:
+                held[it.node] += _rest(it.cards, held[it.node])
         return World(
-            nodes=tuple(
-                NodeCapacity(it.node, it.cards, tuple(held[it.node]))
-                for it in self._nodes
-                if it.ready and it.cards
-            ),
+            nodes=tuple(NodeCapacity(it.node, it.cards, tuple(held[it.node])) for it in ready),
             held_cu=held_cu,
             prices=self._prices,
             foreign=tuple(foreign),
             leases=self._leases,
             others=frozenset(it.node for it in self._nodes if self._is_other(it.node)),
+            full=frozenset(it.node for it in ready if it.full),
         )
 
 
-def _held(lease: HeldLease) -> HeldUnits:
+def _rest(cards: Iterable[Card], held: Iterable[Slice]) -> list[Slice]:
+    """Return what nobody holds of the cards: on a node that takes no lease it is as good as held.
+
+    The cards stay in the world, since leases there will end.
+    """
+    free = SlicePool(cards, held).free()
+    rest = []
+    for card in cards:
+        is_cut = card.mode is CardMode.MIG
+        worth = {it.uuid: it.cu for it in card.mig} if is_cut else {card.uuid: card.cu}
+        for uuid, cu in worth.items():
+            percent, memory_bytes = free[uuid]
+            if percent > 0:
+                rest.append(
+                    Slice(
+                        card=card.uuid,
+                        kind=card.mode,
+                        percent=percent,
+                        mig_uuid=uuid if is_cut else "",
+                        cu=cu_of(percent, cu),
+                        memory_bytes=max(0, memory_bytes),
+                    )
+                )
+    return rest
+
+
+def _held(lease: HeldLease, *, yields: bool) -> HeldUnits:
     return HeldUnits(
         cu=lease.cu,
         since=lease.granted_at,
         slices=lease.slices,
-        demand=lease.demand,
+        demand=lease.demand if yields else None,
         rank=rank_of(lease.service_class, lease.priority),
         ends_at=lease.ends_at,
     )

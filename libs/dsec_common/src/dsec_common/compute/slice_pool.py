@@ -122,6 +122,9 @@ class SlicePool:
     """What is free of one node's cards, kept up to date by :meth:`take` and :meth:`give`.
 
     A slice of a card that is not there, or not there any more, is remembered and counts nowhere.
+
+    Attributes:
+        closed: nothing is to be had, whatever no lease holds: for a reason that is not the cards'.
     """
 
     def __init__(self, cards: Iterable[Card], held: Iterable[Slice] = ()) -> None:
@@ -130,6 +133,7 @@ class SlicePool:
         self._islands: dict[tuple[str, float, bool, str], _Shelf] = {}
         self._instances: dict[tuple[str, float], _Shelf] = {}
         self._free_cu: float | None = None
+        self.closed = False
         for card in cards:
             self._add(card)
         for slice_ in held:
@@ -186,7 +190,7 @@ class SlicePool:
 
     def find(self, demand: GpuDemand) -> tuple[Slice, ...] | None:
         """Return the slices that serve the demand best, as :func:`~.model.fit` says; take none."""
-        if demand.flaw:
+        if self.closed or demand.flaw:
             return None
         counts = (demand.count,) if demand.count else range(1, len(self._places) + 1)
         for count in counts:
@@ -198,7 +202,11 @@ class SlicePool:
         return None
 
     def has(self, slices: Iterable[Slice]) -> bool:
-        """Return whether all of just these slices are free, healthy, and distinct."""
+        """Return whether all of just these slices are to be had, healthy, and distinct."""
+        return not self.closed and self.has_free(slices)
+
+    def has_free(self, slices: Iterable[Slice]) -> bool:
+        """Return the same of a pool that is closed as if it were not."""
         wanted = list(slices)
         taken: list[Slice] = []
         try:
@@ -214,7 +222,9 @@ class SlicePool:
 
     @property
     def free_cu(self) -> float:
-        """The Compute Units that are free, counted once after each change."""
+        """The Compute Units that are to be had, counted once after each change."""
+        if self.closed:
+            return 0.0
         if self._free_cu is None:
             self._free_cu = math.fsum(
                 cu_of(place.rest, place.worth) for place in self._places.values() if place.shelves
@@ -222,7 +232,7 @@ class SlicePool:
         return self._free_cu
 
     def free(self) -> dict[str, tuple[int, int]]:
-        """Return percent and bytes that are free, by card or MIG instance."""
+        """Return percent and bytes that no lease holds, by card or MIG instance."""
         return {
             uuid: (place.free_percent, place.free_bytes) for uuid, place in self._places.items()
         }

@@ -15,6 +15,9 @@ LEASE_TTL_S = 1800.0
 UNLOCK_REASON_MAX: Final = 256
 """Characters of a reason: it stands in the node's record until its sandbox has heard of it."""
 
+HOLDER_CHARACTERS_MAX: Final = 256
+"""Of a holder, all printable: it stands in the node's record as long as its lease."""
+
 
 class GrantLease(Message, frozen=True, kw_only=True):
     """Ask the broker for slices of the GPUs of one node, or of any when ``node`` is empty.
@@ -197,12 +200,17 @@ class HeldLease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeLeases(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's cards and the leases on them; ``ready`` nodes take new ones."""
+    """One node's cards and the leases on them; ``ready`` nodes take new ones.
+
+    Attributes:
+        full: it takes none until some have ended: its record holds no more.
+    """
 
     node: str
     ready: bool
     cards: tuple[Card, ...] = ()
     leases: tuple[HeldLease, ...] = ()
+    full: bool = False
 
 
 class LeaseList(Message, frozen=True, kw_only=True):

@@ -100,6 +100,16 @@ async def opened(node: NodeForTests) -> Rollout:
     return await Rollouts(Channel(node.project, "default")).open()
 
 
+async def past_its_checkpoint(node: NodeForTests) -> tuple[Rollout, str]:
+    """Return a rollout and its sandbox; the state at the checkpoint is ``kept``, now ``lost``."""
+    rollout = await opened(node)
+    sandbox = (await node.place()).sandbox_id
+    await rollout.put_state({"plan": "kept"})
+    await rollout.checkpoint(sandbox=sandbox)
+    await rollout.put_state({"plan": "lost"})
+    return rollout, sandbox
+
+
 def going_back(node: NodeForTests, rollout: Rollout, key: str) -> asyncio.Future[Any]:
     """Ask once for a rollback."""
     return asyncio.ensure_future(
@@ -127,11 +137,7 @@ async def test_a_rollback_that_its_node_carries_out_late_is_recorded_and_done_on
     monkeypatch.setattr("dsec_chronus.node_actions._CREATE_S", 0.2)
     monkeypatch.setattr("dsec_chronus.node_asking.PATIENCE_S", 0.0)
     async with chronus_service(node.nats, **SETTINGS):
-        rollout = await opened(node)
-        sandbox = (await node.place()).sandbox_id
-        await rollout.put_state({"plan": "kept"})
-        await rollout.checkpoint(sandbox=sandbox)
-        await rollout.put_state({"plan": "lost"})
+        rollout, sandbox = await past_its_checkpoint(node)
         held.hold(monkeypatch, Maker, "remake")
         back = going_back(node, rollout, "back")
         await until_in_doubt(said, back, 2)
@@ -148,13 +154,8 @@ async def test_the_next_owner_of_a_shard_finds_out_what_became_of_a_rollback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dsec_chronus.node_actions._CREATE_S", 0.2)
-    rollout = None
     async with chronus_service(node.nats, **SETTINGS):
-        rollout = await opened(node)
-        sandbox = (await node.place()).sandbox_id
-        await rollout.put_state({"plan": "kept"})
-        await rollout.checkpoint(sandbox=sandbox)
-        await rollout.put_state({"plan": "lost"})
+        rollout, sandbox = await past_its_checkpoint(node)
         held.hold(monkeypatch, Maker, "remake")
         back = going_back(node, rollout, "back")
         await until_in_doubt(said, back, 1)

@@ -95,7 +95,7 @@ class LeaseSegment(Segment, frozen=True, kw_only=True, tag="lease"):
     """What one lease held in a piece of its life, in which that did not change.
 
     Attributes:
-        lease_id: ``<node>.<local>``.
+        lease_id: ``<node>.<local>`` of its sandbox; of an action ``<node>.<action_id>``.
         cu_micro: Compute Units held, in millionths.
         cost_micro_per_hour: what that costs, in millionths of the price table's currency.
     """
